@@ -23,8 +23,8 @@ from pathlib import Path
 
 from benchmarks import roofline
 from nanoserve.config import SamplingParams
-from nanoserve.extras.block_store import BlockStore
 from nanoserve.llm import LLM
+from nanoserve_extras.block_store.block_store import BlockStore
 
 VOCAB_SIZE = 100_000  # token ids are drawn below it
 

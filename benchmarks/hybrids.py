@@ -32,9 +32,9 @@ from benchmarks.tables import table, write
 from benchmarks.throughput import describe_machine
 from benchmarks.workloads import Request
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.extras.recurrent_snapshots import Snapshot, Snapshots
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence
+from nanoserve_extras.recurrent.recurrent_snapshots import Snapshot, Snapshots
 
 PAGE = Path(__file__).parent.parent / "docs" / "hybrids.md"
 BEGIN = "<!-- written by benchmarks/hybrids.py -->\n"

@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 
 from nanoserve.device import kernels, kernels_fused
-from nanoserve.extras.quantized_triton import TritonGroups, TritonRows
+from nanoserve_extras.quantization.quantized_triton import TritonGroups, TritonRows
 
 # The most shared memory that a program may have. By default the table is of the first three: A100,
 # RTX 4090, H100. The others are RTX 3090, B200 and RTX 5090.

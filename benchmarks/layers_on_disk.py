@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.extras.layer_disk import Shelf, new_file
+from nanoserve_extras.layer_plan.layer_disk import Shelf, new_file
 
 CONFIG = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048,
               intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,

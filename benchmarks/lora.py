@@ -9,7 +9,7 @@ is `max_loras * max_lora_rank`, the columns. The adapter is made here: zeros of 
 take as long as other numbers. The three take turns step by step, because others use the machine,
 too; medians count, and the median of the pairs' ratios.
 
-Not known here: what an adapter does (extras/lora.py).
+Not known here: what an adapter does (lora/lora.py).
 """
 
 import argparse
@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from benchmarks import roofline
 from nanoserve.config import SamplingParams
-from nanoserve.extras.lora import LoRARequest
 from nanoserve.llm import LLM
+from nanoserve_extras.lora.lora import LoRARequest
 
 STEPS = 12  # of a round
 PROMPT = [1, 2, 3, 4]

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.tables import table, write
 from nanoserve import LLM
-from nanoserve.tools import verify
+from nanoserve_extras.tools import verify
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN = "<!-- written by benchmarks/models.py -->\n"

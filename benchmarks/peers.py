@@ -13,7 +13,7 @@ may still spin: libiomp5's do for 0.2 s, and took a short run behind vLLM's from
 So behind every run there is a pause (─), until no engine has taken CPU time for a second.
 
 Not known here: what a peer is. Road not taken: comparing texts as well; random weights differ from
-engine to engine, and `nanoserve/tools/verify.py` does that with real ones.
+engine to engine, and `nanoserve_extras/tools/verify.py` does that with real ones.
 """
 
 import json

@@ -14,7 +14,7 @@ which leaves out other programs' time. The third table is about memory, each lin
 its own: what it holds when the engine is ready, less what it held before, and the most that it ever
 held.
 
-Not known here: how a weight is rounded (extras/quantized_linear.py and its neighbours).
+Not known here: how a weight is rounded (quantization/quantized_linear.py and its neighbours).
 """
 
 import argparse

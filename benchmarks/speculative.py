@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 
 from nanoserve.config import SamplingParams
-from nanoserve.extras.speculative import Speculation
 from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve_extras.drafts.speculative import Speculation
 
 PROMPT = "Once upon a time there was a king who"
 

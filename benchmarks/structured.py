@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoserve.config import SamplingParams
 from nanoserve.controls import gather_edits
-from nanoserve.extras.structured import Grammars
 from nanoserve.llm import BUNDLED_MODEL, LLM
 from nanoserve.sampler import put
 from nanoserve.sequence import CoreRequest, Sequence
+from nanoserve_extras.structured.structured import Grammars
 
 PROMPT = "Once upon a time there was a"
 WORD = {"type": "string", "pattern": "^[a-z]{3,8}$"}

@@ -64,10 +64,11 @@ from nanoserve.checkpoint.hub import BUNDLED, find_model
 from nanoserve.config import EngineConfig
 from nanoserve.device.choice import pick_device
 from nanoserve.device.memory import free_cpu_memory
+from nanoserve.frontend import rules
 from nanoserve.frontend.command import command
-from nanoserve.llm import BUNDLED_MODEL, read_model
-from nanoserve.tools.recorder import Trace
-from nanoserve.words import rules
+from nanoserve.llm import BUNDLED_MODEL
+from nanoserve_extras import read_model
+from nanoserve_extras.trace.recorder import Trace
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
 MIN_DEFAULT_REQUESTS = 4

@@ -29,7 +29,6 @@ from pathlib import Path
 from random import Random
 
 from nanoserve.frontend.metrics import percentile
-from nanoserve.tools.trace import read_csv
 
 COMMUNITY_TOKENS = 10_000  # nano-vllm draws its token ids from 0 to this, inclusive
 Range = tuple[int, int]  # from, to, inclusive
@@ -127,6 +126,7 @@ def replay(path: Path, vocab_size: int, seed: int = 0) -> list[Request]:
     """Real arrivals: lines of `seconds,prompt,output[,shared]`, the lengths in tokens. Raises
     `ValueError` naming the line that is wrong."""
     try:
+        from nanoserve_extras.trace.trace import read_csv  # late: bench.py needs no extras
         arrivals = read_csv(path)
     except OSError as error:
         raise ValueError(f"--arrivals: {path} can't be read: {error.strerror}") from None

@@ -15,8 +15,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent if HERE.parent.parent.name == "scratch" else HERE.parent
-COPIED = ["nanoserve", "tests", "course", "benchmarks", "docs", "bench.py", "example.py",
-          "pyproject.toml", "README.md", "CONTRIBUTING.md", ".gitignore"]
+COPIED = ["nanoserve", "nanoserve_extras", "tests", "course", "benchmarks", "docs", "bench.py",
+          "example.py", "pyproject.toml", "README.md", "CONTRIBUTING.md", ".gitignore"]
 
 
 @dataclass

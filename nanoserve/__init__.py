@@ -6,7 +6,6 @@ not import torch: the scheduler and everything that it imports run without torch
 
 import os
 from importlib import import_module
-from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -23,21 +22,28 @@ _HOME = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "config",
          "TextPrompt": "frontend.prompts", "TokensPrompt": "frontend.prompts"}
 # vLLM's names for what has another name here. An `LLM` is the engine, with a way to make it.
 _ALIASES = {"EngineArgs": "EngineConfig", "LLMEngine": "LLM"}
-_IN_EXTRAS = dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput",
-                            "EmbeddingOutput", "ClassificationOutput", "ScoringOutput"), "pooling")
-_IN_EXTRAS |= {"PoolerConfig": "pooler", "StructuredOutputsParams": "structured",
-               "LoRARequest": "lora"}
-_HOME |= {name: f"extras.{file}" for name, file in _IN_EXTRAS.items()
-          if (Path(__file__).parent / "extras" / f"{file}.py").exists()}  # extras may be deleted
-__all__ = [*_HOME, *_ALIASES]
+
+
+def _homes() -> dict[str, str]:
+    """The module of each name: those of the engine, and those of extras, if they are there."""
+    homes = {name: f"nanoserve.{module}" for name, module in _HOME.items()}
+    try:
+        import nanoserve_extras
+    except ModuleNotFoundError:
+        return homes
+    return homes | {name: f"nanoserve_extras.{module}"
+                    for name, module in nanoserve_extras.NAMES.items()}
 
 
 def __getattr__(name: str):
+    homes = _homes()
+    if name == "__all__":
+        return [*homes, *_ALIASES]
     name = _ALIASES.get(name, name)
-    if name in _HOME:
-        return getattr(import_module(f"nanoserve.{_HOME[name]}"), name)
+    if name in homes:
+        return getattr(import_module(homes[name]), name)
     raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_homes(), *_ALIASES])

@@ -79,7 +79,7 @@ class Batch:
     prompt_logprob_indices: torch.Tensor = section("token", None)  # whose logits score a prompt
     block_tables: torch.Tensor = section("block", 0)  # (b, w) w: blocks of the longest table
     adapter_ids: torch.Tensor = section("row", None)  # 0 for none; empty where no row has one
-    block_moves: torch.Tensor = section("move", None)  # to and from the host: extras/block_host.py
+    block_moves: torch.Tensor = section("move", None)  # to and from the host's memory
     host: dict[str, np.ndarray]  # the sections above by name, in the host's memory
     num_decodes: int  # the first rows, one new token each
     num_unknown: int  # inputs below zero

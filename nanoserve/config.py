@@ -1,7 +1,7 @@
 """What can be chosen: `EngineConfig`, the options of `LLM(...)`, and `SamplingParams` of a request.
 
 Names, defaults and meaning are vLLM's. Both are records; each field has a default and a *rule*,
-which says what a value must be and how it is kept (words/rules.py).
+which says what a value must be and how it is kept (frontend/rules.py).
 
     block_size: int = option(16, rules.COUNT)       16 by default; a whole number of at least 1
 
@@ -23,9 +23,9 @@ from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from functools import partial
 
-from nanoserve.words import rules
-from nanoserve.words.rules import choice, number, option
-from nanoserve.words.vllm import takes_vllms_words
+from nanoserve.frontend import rules
+from nanoserve.frontend.rules import choice, number, option
+from nanoserve.frontend.vllm import takes_vllms_words
 
 KERNELS = ("auto", "triton", "cpu", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
@@ -62,11 +62,11 @@ class EngineConfig:
     dtype: str = option("auto", rules.DTYPE)  # "auto": the checkpoint's own
     load_format: str = option("auto", rules.LOAD_FORMAT)  # "dummy": random weights, no files
     model_impl: str = option("auto", rules.MODEL_IMPL)  # whose network; "auto": ours if we have it
-    quantization: str | None = option(None, rules.QUANTIZATION)  # see extras/quantization.py
+    quantization: str | None = option(None, rules.QUANTIZATION)
     tensor_parallel_size: int = option(1, rules.COUNT)  # ranks that share the model
-    pipeline_parallel_size: int = option(1, rules.COUNT)  # stages, of so many ranks: layer_plan.py
-    layer_plan: dict | list | None = option(None, rules.LAYERS)  # where: extras/layer_plan.py
-    max_wait: float = option(0.0, number(0, 3600), "layer_plan")  # to gather prompts: async_llm.py
+    pipeline_parallel_size: int = option(1, rules.COUNT)  # stages, of so many ranks
+    layer_plan: dict | list | None = option(None, rules.LAYERS)  # where they are
+    max_wait: float = option(0.0, number(0, 3600), "layer_plan")  # to gather prompts
     expert_parallel: bool = option(False, rules.FLAG)  # ranks have whole experts, no parts of them
     seed: int = option(0, rules.WHOLE)
     max_model_len: int | None = option(None, rules.COUNT)  # prompt plus output, in tokens
@@ -78,9 +78,9 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the same, in blocks
     block_size: int = option(16, rules.COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, rules.FLAG)
-    snapshot_bytes: int | None = option(None, rules.SIZE)  # of states: extras/recurrent.py
+    snapshot_bytes: int | None = option(None, rules.SIZE)  # of states
     kv_offload_bytes: int = option(0, rules.SIZE)  # host memory for blocks that the cache evicts
-    kv_store: str | None = option(None, rules.STORE)  # a folder for blocks: block_store.py
+    kv_store: str | None = option(None, rules.STORE)  # a folder for blocks
     kv_store_bytes: int = option(8 * 2 ** 30, rules.COUNT, "kv_store")  # most bytes in it
     enable_chunked_prefill: bool = option(True, rules.FLAG)
     scheduling_policy: str = option("fcfs", choice(*POLICIES))  # who is first: Scheduler.order
@@ -92,12 +92,12 @@ class EngineConfig:
     async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
     runner: str = option("auto", choice("auto", "generate", "pooling"))  # "auto": the checkpoint's
     convert: str = option("auto", rules.CONVERSION)  # what a generator becomes that pools
-    pooler_config: object = option(None, rules.POOLER)  # a dict, or extras.pooler.PoolerConfig
-    enable_lora: bool = option(False, rules.FLAG)  # requests may name an adapter: extras/lora.py
+    pooler_config: object = option(None, rules.ANYTHING)  # a dict, or extras.pooler.PoolerConfig
+    enable_lora: bool = option(False, rules.FLAG)  # requests may name an adapter
     max_loras: int = option(1, rules.COUNT, "enable_lora")  # adapters there at the same time
     max_lora_rank: int = option(16, rules.COUNT, "enable_lora")
-    speculative_config: dict | None = option(None, rules.DRAFTS)  # see extras/speculative.py
-    limit_mm_per_prompt: dict | None = option(None, rules.ITEMS)  # None: text alone. multimodal.py
+    speculative_config: dict | None = option(None, rules.DRAFTS)
+    limit_mm_per_prompt: dict | None = option(None, rules.ITEMS)  # None: text alone
     encoder_cache_tokens: int = option(8192, rules.COUNT, "limit_mm_per_prompt")  # of images
     trace: str | None = option(None, rules.TRACE)  # the file in which every step is recorded
 
@@ -179,7 +179,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # no others
     bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
     logits_processors: list | None = control(None, rules.FUNCTIONS, offline=True)  # called first
-    structured_outputs: object = control(None, rules.GRAMMAR)  # extras.structured's, or a dict
+    structured_outputs: object = control(None, rules.ANYTHING)  # extras.structured's, or a dict
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop

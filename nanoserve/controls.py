@@ -155,7 +155,7 @@ def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
 
 
 # Each sequence's grammar, whose `mask` says which tokens may come next, in (ceil(vocab_size / 8),)
-# uint8; it covers the row's other constraints, too: see extras/structured.py.
+# uint8; it covers the row's other constraints, too.
 Constraints = Mapping[Sequence, object]
 
 

@@ -45,7 +45,7 @@ from nanoserve.sequence import Sequence
 
 @dataclass(frozen=True)
 class Plan:
-    """What an engine will be made of. Each annexe hands on a copy with what it adds."""
+    """What an engine will be made of. Each extra hands on a copy with what it adds."""
 
     config: EngineConfig  # resolved
     model_config: ModelConfig
@@ -53,6 +53,7 @@ class Plan:
     tokenizer: Tokenizer | None
     make_inputs: Callable  # what checks requests: `InputProcessor`, or what takes its place
     parts: RankParts = field(default_factory=RankParts)  # for the runner of each rank
+    make_pooler: Callable | None = None  # for a network that brings its own pooler
 
 
 class LLMEngine:
@@ -100,6 +101,7 @@ class LLMEngine:
         What passes fits in the KV cache, because a sequence of `max_model_len` tokens does."""
         self.check_ready()
         request = self.process(request_id, prompt, params, priority, lora_request)
+        request.check_taken(self.hooks.takes)
         for check in self.hooks.check:
             check(request)
         return request

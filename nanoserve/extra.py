@@ -22,13 +22,19 @@ extra hands it over.
 """
 
 from collections.abc import Callable, Iterable
+from inspect import isfunction
 from typing import Any
 
 from nanoserve.sequence import Sequence, Step
 
 
 class Extra:
-    """What can be added. Types that torch or the engine would bring are named in the sentences."""
+    """What can be added. Types that torch or the engine would bring are named in the sentences.
+
+    takes: the fields of a request that this extra honours (`request.HANDED_ON`).
+    """
+
+    takes: tuple[str, ...] = ()
 
     # ------------------------------------------------------------------ an engine is made
 
@@ -133,7 +139,7 @@ class Extra:
         """Give back memory, threads and files. Called when the engine ends, or by `remove`."""
 
 
-NAMES = [name for name in vars(Extra) if not name.startswith("_")]
+NAMES = [name for name, method in vars(Extra).items() if isfunction(method)]
 
 
 class Hooks:
@@ -149,6 +155,8 @@ class Hooks:
         raise AttributeError(f"{name} is no method of Extra")  # for missing ones alone
 
     def keep(self, extras: Iterable[Extra]) -> None:
+        extras = list(extras)
+        self.takes = {name for one in extras for name in one.takes}
         for name in NAMES:
             setattr(self, name, [getattr(one, name) for one in extras
                                  if getattr(type(one), name) is not getattr(Extra, name)])

@@ -41,7 +41,7 @@ Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` 
 class Placement:
     """The device and dtype of the weights, and the operators: the same for all layers of a model.
 
-    linear, embedding: what makes these layers; an annexe may put its own here. assemble: turns a
+    linear, embedding: what makes these layers; an extra may put its own here. assemble: turns a
     quantised checkpoint's tensors into weights, see `load_weights`.
     """
 
@@ -138,7 +138,7 @@ class Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def adapt(self, add: Callable) -> None:
-        """From now on `add(x, product)` adds what adapters change: extras/lora.py."""
+        """From now on `add(x, product)` adds what adapters change."""
         self.adapted = add
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

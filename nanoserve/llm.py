@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 from nanoserve.checkpoint.hub import find_model
@@ -39,34 +39,26 @@ from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt, as_list, conversations, one_for_each
 from nanoserve.frontend.request import Request
+from nanoserve.frontend.vllm import missing_method, takes_vllms_words
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.processes import start_ranks, take_gpu
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.parallel.serving import LAST_WORD
-from nanoserve.words.vllm import missing_method, takes_vllms_words
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
-EXTRAS = Path(__file__).parent / "extras"
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
 
-def annexe(path: str) -> type:
-    """The class of an annexe, "extras.lora.LoRA" say. It is imported when it is asked for: the core
-    runs without it, and importing takes time."""
-    file, _, name = path.rpartition(".")
-    return getattr(import_module(f"nanoserve.{file}"), name)
+NO_EXTRAS = " (nanoserve_extras, which adds to the engine, is not there)"
 
 
-def of_annexe(path: str, name: str, option: str = "") -> Callable:
-    """A method of `LLM` that an annexe has. option: with which an engine has this annexe."""
-    def method(self, *args, **options):
-        found = self.extra(annexe(path))
-        if found is None:
-            raise ValueError(f"{name}() needs an engine that was made with {option}")
-        return getattr(found, name)(*args, **options)
-
-    method.__doc__ = f"See `nanoserve.{path}.{name}`."
-    return method
+def the_extras() -> ModuleType | None:
+    """The tables of what can be added to the engine; None where that package was deleted."""
+    try:
+        import nanoserve_extras
+    except ModuleNotFoundError:
+        return None
+    return nanoserve_extras
 
 
 class LLM(LLMEngine):
@@ -81,7 +73,9 @@ class LLM(LLMEngine):
         asked = EngineConfig(model=str(model), **options)
         folder = find_model(model, weights=asked.load_format != "dummy",
                             code=asked.trust_remote_code, revision=asked.revision)
-        asked, self.model_config, extras = read_model(asked, folder)
+        asked, self.model_config, extras = (
+            (asked, ModelConfig.from_folder(folder, asked.hf_overrides), [])
+            if the_extras() is None else the_extras().read_model(asked, folder))
         config = resolve(asked, pick_device(asked.device), self.model_config)
         take_gpu(config.tensor_parallel_size * config.num_stages, config.device)
         config, said = fit_to_device(config, asked)
@@ -91,7 +85,8 @@ class LLM(LLMEngine):
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
-        extras += choose_extras(config, self.model_config)
+        if (table := the_extras()) is not None:
+            extras += table.choose_extras(config, self.model_config)
         plan = Plan(config, self.model_config, folder, self.tokenizer, InputProcessor)
         for extra in extras:
             plan = extra.prepare(plan)
@@ -236,18 +231,8 @@ class LLM(LLMEngine):
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
         return self.inputs.default_sampling_params()
 
-    # Methods that annexes have.
-    encode, embed, classify, score = (
-        of_annexe("extras.pooling.Pooling", name, "runner='pooling', not runner='generate'")
-        for name in ("encode", "embed", "classify", "score"))
-    update_weights, sleep, wake_up = (
-        of_annexe("extras.new_weights.NewWeights", name)
-        for name in ("update_weights", "sleep", "wake_up"))
-    deploy = of_annexe("extras.layer_plan.LayerPlan", "deploy", "layer_plan={'disk': 0}, say")
-
     def extra(self, kind: type[AnExtra]) -> AnExtra | None:
-        """The annexe of this class, `extras.speculative.Speculation` say; None if no option asked
-        for it."""
+        """The extra of this class; None if there is none."""
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
     @property
@@ -256,41 +241,16 @@ class LLM(LLMEngine):
         return self
 
     def __getattr__(self, name: str):
-        """Called for missing names only: for a vLLM method, the error names an alternative."""
-        raise AttributeError(missing_method(name, dir(type(self))))
+        """Called for missing names only: a method that an extra has, `embed` say. For a method of
+        vLLM's that is nowhere, the error names an alternative."""
+        theirs = getattr(the_extras(), "METHODS", ())
+        if name in theirs:
+            return the_extras().method_of(self, name)
+        raise AttributeError(missing_method(name, [*dir(type(self)), *theirs])
+                             + ("" if theirs else NO_EXTRAS))
 
     def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *exc_info) -> None:
         self.shutdown()
-
-
-def read_model(asked: EngineConfig, folder: Path,
-               ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
-    """The options, the checkpoint's config, and the annexe that makes its network, if one does."""
-    known = asked.model_impl == "nanoserve" or ModelConfig.is_known(folder, asked.hf_overrides)
-    theirs = asked.model_impl == "transformers" or asked.limit_mm_per_prompt  # towers, too
-    if not theirs and (known or not (EXTRAS / "foreign.py").exists()):
-        return asked, ModelConfig.from_folder(folder, asked.hf_overrides), []
-    network = annexe("extras.foreign.ForeignNetwork")(asked, folder)
-    return network.asked, network.model_config, [network]
-
-
-def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra]:
-    """The annexes that the options ask for, in the order in which they are prepared."""
-    chosen = {
-        "extras.recurrent.Recurrent": model_config.keeps_states,
-        "extras.quantization.Quantization": (config.quantization is not None
-                                             or model_config.quantization is not None),
-        "extras.lora.LoRA": config.enable_lora,
-        "extras.pooling.Pooling": config.runner == "pooling",
-        "extras.structured.StructuredOutput": (config.runner != "pooling"
-                                               and (EXTRAS / "structured.py").exists()),
-        "extras.layer_plan.LayerPlan": config.num_stages > 1 or config.layer_plan is not None,
-        "extras.new_weights.NewWeights": (EXTRAS / "new_weights.py").exists(),
-        "extras.multimodal.Multimodal": config.limit_mm_per_prompt,
-        "extras.speculative.Speculation": config.speculative_config is not None,
-        "extras.block_store.BlockStore": config.kv_offload_bytes or config.kv_store is not None,
-        "tools.recorder.Recorder": config.trace is not None}
-    return [annexe(path)() for path, is_chosen in chosen.items() if is_chosen]

@@ -34,10 +34,10 @@ KVCache = list[Pair]  # K and V of each layer, see `ops.new_cache`
 
 
 class Decoder(nn.Module):
-    """The whole network: token ids to hidden states, and hidden states to logits. What an annexe
+    """The whole network: token ids to hidden states, and hidden states to logits. What an extra
     puts in its place has its `forward` and `compute_logits`, and the attributes with a comment.
 
-    here: the layers that are built, all if left out. Others are elsewhere: extras/layer_plan.py.
+    here: the layers that are built, all if left out. Others are on other ranks, or on disk.
     """
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False,

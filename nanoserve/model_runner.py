@@ -57,16 +57,16 @@ from nanoserve.sequence import Step
 
 @dataclass(frozen=True)
 class RankParts:
-    """What annexes give the runner of each rank; `engine.Extra.prepare` adds to it."""
+    """What extras give the runner of each rank; `Extra.prepare` adds to it."""
 
     replaced: tuple[str, ...] = ()  # functions that have failed: device/trial.py
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
     make_network: Callable[..., nn.Module] | None = None  # of (placement, tensors), for `decoder`
     make_draft: Callable[["ModelRunner"], nn.Module] | None = None  # network 1, which drafts
-    pooler: object = None  # it takes the place of the LM head and the sampler: extras/pooler.py
-    make_adapters: Callable | None = None  # of (runner), its weights are loaded: extras/lora.py
-    make_copier: Callable | None = None  # of (runner), its cache is there: extras/block_host.py
+    pooler: object = None  # it takes the place of the LM head and the sampler
+    make_adapters: Callable | None = None  # of (runner), when its weights are loaded
+    make_copier: Callable | None = None  # of (runner), when its cache is there
     constraints: Constraints = field(default_factory=dict)  # of rows; rank 0's sampler reads them
     # What a rank above 0 does when it gets a message that is no step, by its first number.
     calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class ModelRunner:
         self.copier: object = None
         self.networks: list[nn.Module] = []
         self.model: nn.Module | None = None  # the first of them, which is served
-        self.on_load: list[Callable[[nn.Module], None]] = []  # annexes are told of each new one
+        self.on_load: list[Callable[[nn.Module], None]] = []  # extras are told of each new one
         with self.on_device():
             if self.parts.make_draft is not None:
                 self.networks.append(self.parts.make_draft(self))
@@ -219,7 +219,7 @@ class ModelRunner:
     @property
     def wants_graphs(self) -> bool:
         """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
-        the host, nor with several ranks: collectives in a graph have not been tried. An annexe that
+        the host, nor with several ranks: collectives in a graph have not been tried. An extra that
         computes sets `enforce_eager`, because nothing in a graph can change but numbers."""
         config, can_record = self.config, "graph" not in self.parts.replaced and (
             self.config.on_gpu or self.graph_class is not CudaGraph)

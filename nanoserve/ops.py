@@ -17,7 +17,7 @@ attention compute in float32 and round once, to the dtype of their input; so doe
 
 A token's keys and values lie in a *slot* of the cache, which is `block id * block_size + offset`.
 `LLM(kernels="torch")` runs this file, on any device. Not known here: weights' names, requests, what
-annexes compute (extras/recurrent_delta.py).
+extras compute.
 """
 
 from functools import partial

@@ -242,7 +242,7 @@ class Scheduler:
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int,
                  num_loaded: int = 0) -> None:
         """Let the step compute `num_new` tokens from position `start` on, and load the `num_loaded`
-        tokens before (extras/block_store.py). Both are in flight until the step has finished."""
+        tokens before. Both are in flight until the step has finished."""
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
         step.budget -= num_new
@@ -262,7 +262,7 @@ class Scheduler:
             seq.num_unknown_tokens += 1
 
     def _add_drafts(self, step: Step) -> None:
-        """Add draft tokens to decoding rows (extras/speculative.py), from the budget and blocks
+        """Add draft tokens to decoding rows, from the budget and blocks
         that are left. With 7 of 10 tokens known: at most 2, since the step samples the third."""
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)

@@ -11,7 +11,7 @@ mean one thing each, everywhere:
     num_prompt_tokens    how many of them came with the request
     num_computed_tokens  how many have their KV in the cache, confirmed by a finished step
     num_inflight_tokens  how many more a launched, unfinished step is computing or loading; among
-                         them are drafts, which the step checks (extras/speculative.py)
+                         them are drafts, which the step checks
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
     num_prompt_logprobs  how many prompt positions, from the first on, must give a prompt logprob
@@ -28,7 +28,7 @@ mean one thing each, everywhere:
     cu_seqlens_q         running sum of the query lengths, with a leading 0
     order                who goes first: the sort key of both queues, `Scheduler.order`
     depth                how many steps stay in flight while the next is scheduled: 1 with overlap,
-                         one less than there are stages (extras/layer_plan.py)
+                         one less than there are stages
     pack                 lay a weight out as a device multiplies with it: `ops.pack`
 
 Invariant: one owner per fact. The scheduler changes a sequence's progress and the block manager its
@@ -57,7 +57,7 @@ class CoreRequest:
     eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
     late_ids: frozenset[int] = frozenset()  # tokens not allowed before params.min_tokens
     bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
-    adapter_id: int = 0  # of its LoRA adapter, 0 for none: extras/lora.py
+    adapter_id: int = 0  # of its LoRA adapter, 0 for none
     root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: pixels' hashes
 
@@ -152,7 +152,7 @@ class Step:
     sampling: list[Sequence] = field(default_factory=list)  # they close their gap: each samples
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each draft: one sample more
     network: int = 0  # which network computes it; 1 drafts for 0, greedily
-    shift: int = 0  # 1: a position's input is the token behind it (extras/hidden_drafts.py)
+    shift: int = 0  # 1: a position's input is the token behind it
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     budget: int = 0  # how many more tokens it may compute
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
@@ -160,7 +160,7 @@ class Step:
     # Waiting sequence: for whom its next block is computed (itself: it is read from a file).
     sitting_out: dict[Sequence, Sequence] = field(default_factory=dict)
     # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
-    # "blocks", "budget", "tokens" (budget for all of its tokens at once), "cut" (an annexe leaves
+    # "blocks", "budget", "tokens" (budget for all of its tokens at once), "cut" (an extra leaves
     # it none of them: `Scheduler.cuts`), or "step" (it must make way, but a step in flight still
     # computes it). None behind it is admitted.
     stopped: tuple[Sequence, str, int] | None = None

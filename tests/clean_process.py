@@ -4,19 +4,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "nanoserve"
-ANNEXES = ("assets", "extras", "server", "tools")
-# "scheduler", or "device/kernels": all but what only makes a folder a package, or it a command.
-FILES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix()
-               for path in PACKAGE.rglob("*.py") if path.stem not in ("__init__", "__main__"))
+ROOT = Path(__file__).parent.parent
+PACKAGE, EXTRAS = ROOT / "nanoserve", ROOT / "nanoserve_extras"
+
+
+def files_of(package: Path) -> list[str]:
+    """As "scheduler" or "device/kernels". Left out is what only makes a folder a package, or a
+    command."""
+    return sorted(path.relative_to(package).with_suffix("").as_posix()
+                  for path in package.rglob("*.py") if path.stem not in ("__init__", "__main__"))
+
+
+FILES, EXTRA_FILES = files_of(PACKAGE), files_of(EXTRAS)
 
 
 def room_of(name: str) -> str:
-    """The folder of a file; "" of one that stands in the spine."""
+    """The folder of a file; "" of one that stands in the core."""
     return name.rpartition("/")[0]
-
-
-CORE = [name for name in FILES if room_of(name) not in ANNEXES]
 
 
 def modules(names: list[str]) -> list[str]:
@@ -24,7 +28,7 @@ def modules(names: list[str]) -> list[str]:
     return ["nanoserve." + name.replace("/", ".") for name in names]
 
 
-def run(code: str, folder: Path = PACKAGE.parent) -> None:
+def run(code: str, folder: Path = ROOT) -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True,
                             text=True)
     assert result.returncode == 0, result.stderr

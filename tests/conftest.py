@@ -20,7 +20,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 # For bench.py and benchmarks/, and for the helpers that stand beside the tests that share them.
-sys.path[:0] = map(str, [TESTS.parent, TESTS, *(path for path in TESTS.iterdir() if path.is_dir())])
+sys.path[:0] = map(str, [TESTS.parent, TESTS, *(
+    path for path in TESTS.rglob("*") if path.is_dir() and path.name != "__pycache__")])
 # Assertions of helpers are to explain themselves as those of test files do.
 pytest.register_assert_rewrite(*(
     path.stem for path in TESTS.rglob("*.py") if not path.stem.startswith(("test_", "conftest"))))

@@ -55,7 +55,7 @@ def stats(ttft, tokens, tpot=0.0, **counts) -> RequestStateStats:
 
 def storage(llm):
     """The `BlockStore` that keeps blocks outside an engine's KV cache."""
-    from nanoserve.extras.block_store import BlockStore  # here: it imports torch
+    from nanoserve_extras.block_store.block_store import BlockStore  # here: it imports torch
     return llm.extra(BlockStore)
 
 

@@ -7,12 +7,13 @@ import ast
 import re
 from fnmatch import fnmatch
 from functools import cache
+from pathlib import Path
 
 import pytest
-from clean_process import ANNEXES, CORE, FILES, PACKAGE, modules, room_of, run
+from clean_process import EXTRA_FILES, EXTRAS, FILES, PACKAGE, ROOT, modules, room_of, run
 
 pytestmark = pytest.mark.floor
-# The spine: a file imports only files before it. And the order in which README says to read it.
+# The core: a file imports only files before it. And the order in which README says to read it.
 BOTTOM_UP = ("config", "sequence", "extra", "block_manager", "scheduler", "batch", "ops", "layers",
              "model", "controls", "sampler", "model_runner", "engine", "llm")
 READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "ops", "layers",
@@ -20,7 +21,8 @@ READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "o
 CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope_config", "checkpoint/wrappings"]
 # Bottom up: a file may import what its row allows; a pattern stands for several files.
 MAY_IMPORT = {
-    "words/*": [],
+    "frontend/rules": [],
+    "frontend/vllm": [],
     "checkpoint/hub": [],
     "checkpoint/rope_config": [],
     "checkpoint/rope_frequencies": ["checkpoint/rope_config"],
@@ -28,7 +30,7 @@ MAY_IMPORT = {
     "checkpoint/model_config": ["checkpoint/rope_config", "checkpoint/wrappings"],
     "checkpoint/tokenizers": ["checkpoint/hub"],
     "parallel/*": ["parallel/*"],
-    "config": [*CONFIG_FILES, "words/*"],
+    "config": [*CONFIG_FILES, "frontend/rules", "frontend/vllm"],
     "sequence": ["config"],
     "extra": ["sequence"],
     "block_manager": ["sequence", "extra"],
@@ -43,22 +45,34 @@ MAY_IMPORT = {
     "checkpoint/loader": CONFIG_FILES,
     "model_runner": ["checkpoint/*", "parallel/*", "device/*", "config", "sequence", "batch", "ops",
                      "layers", "model", "controls", "sampler"],
-    "frontend/*": ["config", "sequence", "extra", "scheduler", "checkpoint/*", "words/*",
-                   "frontend/*"],
+    "frontend/*": ["config", "sequence", "extra", "scheduler", "checkpoint/*", "frontend/*"],
     "engine": ["scheduler", "model_runner", "frontend/metrics", "frontend/outputs",
                "frontend/prompts", "frontend/request", "checkpoint/model_config",
                "checkpoint/tokenizers", "config", "sequence", "extra", "parallel/turns"],
     "llm": ["engine", "model_runner", "scheduler", "frontend/*", "checkpoint/*", "parallel/*",
-            "device/*", "words/*", "config", "sequence", "extra"],
+            "device/*", "config", "sequence", "extra"],
 }
 # Late, inside a function, because only who asks for it needs it.
 LATE = {"device/choice": ["device/kernels", "device/cpu"]}
+# Bottom up: an idea may import the engine, and of other ideas those in its row.
+IDEAS = {
+    "structured": [], "lora": [], "pooling": [], "quantization": [], "block_store": [],
+    "foreign": ["quantization", "pooling"],
+    "recurrent": ["foreign"],
+    "multimodal": ["foreign"],
+    "drafts": ["foreign"],
+    "new_weights": ["foreign", "block_store"],
+    "layer_plan": ["new_weights"],
+    "trace": [],
+    "server": ["trace", "structured", "pooling", "lora"],
+    "tools": ["block_store", "quantization", "server"],
+}
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
-        "checkpoint/model_config", "words/vllm", "words/rules", "config", "sequence",
-        "extra", "block_manager", "scheduler", "frontend/command", "frontend/defaults",
-        "frontend/metrics", "frontend/prompts", "parallel/turns"]
+        "checkpoint/model_config", "config", "sequence", "extra", "block_manager", "scheduler",
+        "frontend/command", "frontend/defaults",
+        "frontend/metrics", "frontend/prompts", "frontend/rules", "frontend/vllm", "parallel/turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader", "checkpoint/wrappings"],
          "triton": ["device/kernels", "device/kernels_delta", "device/kernels_fused",
@@ -66,12 +80,12 @@ HOMES = {"safetensors": ["checkpoint/loader", "checkpoint/wrappings"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}
 
 
-def read(name: str) -> str:
-    return (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
+def read(name: str, package: Path = PACKAGE) -> str:
+    return (package / f"{name}.py").read_text(encoding="utf-8")
 
 
-def imports_of(tree: ast.AST) -> set[str]:
-    """The files of the package that a tree imports anywhere, by their names.
+def imports_of(tree: ast.AST, package: Path = PACKAGE) -> set[str]:
+    """The files of a package that a tree imports anywhere, by their names.
 
     `from nanoserve import ops` and `from nanoserve.ops import x` are both "ops"; a name that is
     imported from the package itself and is no file (`from nanoserve import LLM`) is "".
@@ -81,19 +95,20 @@ def imports_of(tree: ast.AST) -> set[str]:
     # What is behind `import` may be a file, too: `from nanoserve.device import kernels`.
     dotted += [f"{node.module}.{alias.name}" for node in ast.walk(tree)
                if isinstance(node, ast.ImportFrom) for alias in node.names]
-    return {file_of(parts) for root, *parts in (name.split(".") for name in dotted)
-            if root == "nanoserve"}
+    return {file_of(parts, package) for root, *parts in (name.split(".") for name in dotted)
+            if root == package.name}
 
 
-def file_of(parts: list[str]) -> str:
+def file_of(parts: list[str], package: Path) -> str:
     """The longest beginning of a dotted name that is a file of the package."""
     beginnings = ["/".join(parts[:end]) for end in range(len(parts), 0, -1)]
-    return next((name for name in beginnings if (PACKAGE / f"{name}.py").exists()), "")
+    return next((name for name in beginnings if (package / f"{name}.py").exists()), "")
 
 
 @cache
-def imports() -> dict[str, set[str]]:
-    return {name: imports_of(ast.parse(read(name))) for name in FILES}
+def imports(package: Path = PACKAGE) -> dict[str, set[str]]:
+    return {name: imports_of(ast.parse(read(name, package)), package)
+            for name in (FILES if package is PACKAGE else EXTRA_FILES)}
 
 
 def allowed(name: str, table: dict[str, list[str]]) -> list[str]:
@@ -120,10 +135,10 @@ def outside_imports(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import of {node.module}"
             names.add(node.module.partition(".")[0])
-    return names - {"nanoserve"}
+    return names - {"nanoserve", "nanoserve_extras"}
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", FILES)
 def test_imports_follow_the_table(name):
     at_top = top_level_imports(name)
     may = allowed(name, MAY_IMPORT)
@@ -137,9 +152,9 @@ def test_imports_follow_the_table(name):
     assert "TYPE_CHECKING" not in read(name)
 
 
-def test_there_is_no_circle():
-    """By the imports themselves, whatever the table says, late ones included."""
-    left = {name: others & set(FILES) for name, others in imports().items()}
+def free_of_circles(imports: dict[str, set[str]]) -> None:
+    """By the imports themselves, whatever the tables say, late ones included."""
+    left = {name: others & set(imports) for name, others in imports.items()}
     while left:
         free = [name for name, others in left.items() if not others & set(left)]
         assert free, f"a circle among {sorted(left)}"
@@ -147,44 +162,78 @@ def test_there_is_no_circle():
             del left[name]
 
 
-def test_the_spine_stands_from_the_bottom_up():
+def test_there_is_no_circle():
+    free_of_circles(imports())
+    free_of_circles(imports(EXTRAS))
+
+
+def test_the_engine_imports_the_extras_in_three_places_and_late():
+    """And then the package alone, whose tables find the rest."""
+    places = set()
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(tree):
+            names = ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
+                     [node.module] if isinstance(node, ast.ImportFrom) else [])
+            if named := [name for name in names if name.startswith("nanoserve_extras")]:
+                assert named == ["nanoserve_extras"] and node not in tree.body, path
+                assert path.stem not in places, path
+                places.add(path.stem)
+    assert places == {"__init__", "__main__", "llm"}
+
+
+def test_no_idea_imports_another_but_by_its_row():
+    rooms = {name: name.partition("/")[0] for name in EXTRA_FILES}
+    assert set(rooms.values()) == set(IDEAS)
+    for name, others in imports(EXTRAS).items():
+        found = {rooms[other] for other in others if other} - {rooms[name]}
+        assert found <= set(IDEAS[rooms[name]]), name
+    free_of_circles({idea: set(others) for idea, others in IDEAS.items()})
+
+
+def test_the_core_stands_from_the_bottom_up():
     assert sorted(BOTTOM_UP) == [name for name in FILES if not room_of(name)]
     for i, name in enumerate(BOTTOM_UP):
         assert not imports()[name] & set(BOTTOM_UP[i:]), name
 
 
 def files_listed_on(page: str, folder: str) -> list[str]:
-    """In a table or a list. folder: from the page's place to the clone."""
-    text = (PACKAGE.parent / page).read_text(encoding="utf-8")
-    return re.findall(rf"^(?:\||-) \[`\w+`\]\({folder}nanoserve/([\w/]+)\.py\)", text, re.M)
+    """In a table or a list. folder: from the page's place to the package."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^(?:\||-) \[`\w+`\]\({folder}/([\w/]+)\.py\)", text, re.M)
+
+
+def by_room(names: list[str]) -> list[str]:
+    return sorted(names, key=lambda name: (room_of(name), name))
 
 
 def test_the_maps_name_every_file_in_order():
-    """README the spine, as one reads it; docs/map.md the spine from the bottom up, then the wings,
-    last the annexes."""
-    assert files_listed_on("README.md", "") == [*READING_ORDER]
-    behind = sorted((name for name in FILES if room_of(name)),
-                    key=lambda name: (room_of(name) in ANNEXES, name))
-    assert files_listed_on("docs/map.md", "../") == [*BOTTOM_UP, *behind]
+    """README the core, as one reads it; docs/map.md the core from the bottom up, then what stands
+    beside it, last the extras."""
+    assert files_listed_on("README.md", "nanoserve") == [*READING_ORDER]
+    behind = by_room([name for name in FILES if room_of(name)])
+    assert files_listed_on("docs/map.md", "../nanoserve") == [*BOTTOM_UP, *behind]
+    assert files_listed_on("docs/map.md", "../nanoserve_extras") == by_room(EXTRA_FILES)
 
 
 def test_no_file_imports_what_a_wheel_does_not_have():
-    for name in FILES:
-        packages = outside_imports(ast.parse(read(name)))
+    for name, package in [(name, PACKAGE) for name in FILES] + [
+            (name, EXTRAS) for name in EXTRA_FILES]:
+        packages = outside_imports(ast.parse(read(name, package)))
         assert not packages & {"bench", "benchmarks", "example", "tests"}, name
 
 
 def test_packages_import_nothing():
-    for path in PACKAGE.rglob("__init__.py"):
-        if path.parent != PACKAGE:
+    for path in [*PACKAGE.rglob("__init__.py"), *EXTRAS.rglob("__init__.py")]:
+        if path.parent not in (PACKAGE, EXTRAS):
             assert not [node for node in ast.walk(ast.parse(path.read_text()))
                         if isinstance(node, (ast.Import, ast.ImportFrom))], path
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) in ANNEXES])
-def test_annexes_use_no_private_name(name):
+@pytest.mark.parametrize("name", EXTRA_FILES)
+def test_extras_use_no_private_name(name):
     """They stand on what the core promises. A name of their own with an underscore is theirs."""
-    for node in ast.walk(ast.parse(read(name))):
+    for node in ast.walk(ast.parse(read(name, EXTRAS))):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("nanoserve"):
             private = [alias.name for alias in node.names if alias.name.startswith("_")]
             assert not private, f"{name} imports {private}"

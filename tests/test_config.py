@@ -5,12 +5,11 @@ Every error must name the field, its value and the remedy.
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
+from clean_process import EXTRAS, PACKAGE
 from config_files import LLAMA
 
-import nanoserve
 from nanoserve.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoserve.config import EngineConfig, SamplingParams
 
@@ -65,7 +64,7 @@ class Vector:
         raise RuntimeError("ambiguous")
 
 
-def test_a_value_that_can_not_be_compared_is_refused_or_left_to_its_annexe():
+def test_a_value_that_can_not_be_compared_is_refused_or_left_to_its_extra():
     with pytest.raises(ValueError, match="enforce_eager must be one of True, False, got .*Vector"):
         EngineConfig(model="none", enforce_eager=Vector())
     pooler_config = Vector()
@@ -84,9 +83,9 @@ def test_a_field_without_a_rule_can_not_exist():
 
 def test_every_option_and_control_is_read_somewhere():
     """A field that is accepted, and that no other file reads, would be ignored in silence."""
-    package = Path(nanoserve.__file__).parent
-    source = "".join(path.read_text() for path in package.rglob("*.py")
-                     if path.name != "config.py" and not path.is_relative_to(package / "tools"))
+    source = "".join(path.read_text() for package in (PACKAGE, EXTRAS)
+                     for path in package.rglob("*.py")
+                     if path.name != "config.py" and not path.is_relative_to(EXTRAS / "tools"))
     for record, name in ((SamplingParams, "params"), (EngineConfig, "config|asked")):
         for field in dataclasses.fields(record):
             assert re.search(rf"\b({name})\.{field.name}\b", source), field.name

@@ -12,7 +12,7 @@ from quick_interpreter import quick_interpreter  # noqa: F401
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.extras.block_store import BlockStore
+from nanoserve_extras.block_store.block_store import BlockStore
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

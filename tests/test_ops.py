@@ -70,7 +70,7 @@ def test_where_there_is_a_compiler_the_compiled_twin_is_tested():
 
 
 def test_a_namespace_has_all_names_and_no_others(ops):
-    """But the twins of an annexe's op, whose specification stands with the annexe."""
+    """But the twins of an extra's op, whose specification stands with the extra."""
     twins = [] if ops is namespace("torch") else ["delta_rule"]
     assert ops.__all__ == NAMES + twins
     assert all(callable(getattr(ops, name)) for name in ops.__all__)

@@ -7,7 +7,7 @@ import torch
 from quick_interpreter import quick_interpreter  # noqa: F401
 from test_ops import close, dtype, numbers, ops, parameters  # noqa: F401
 
-from nanoserve.extras.recurrent_delta import delta_rule as specification
+from nanoserve_extras.recurrent.recurrent_delta import delta_rule as specification
 
 # key heads, heads, key size, value size
 DELTAS = {"two a key": (2, 4, 8, 6), "one a key": (2, 2, 16, 64), "three a key": (1, 3, 12, 80)}

@@ -185,7 +185,7 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Tensors some checkpoints carry although they follow from others: the angles of RoPE (Llama 2
     in its first conversion), and the LM head where it is the embedding. And MiMo's layers for
-    drafts, which no token needs (extras/hidden_drafts.py)."""
+    drafts, which no token needs."""
     return name.endswith("rotary_emb.inv_freq") or name.startswith("mtp_layers.") or (
         config.tie_word_embeddings and name == "lm_head.weight")
 

@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict] = {
     "MistralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
                                sliding_window=4096, layer_types=None),
     "Qwen2ForCausalLM": _QWEN2,
-    "MiMoForCausalLM": _QWEN2,  # with layers for drafts: extras/hidden_drafts.py
+    "MiMoForCausalLM": _QWEN2,  # with layers for drafts
     "Qwen3ForCausalLM": _QWEN | dict(max_position_embeddings=32768, qk_norm=True, head_dim=128,
                                      max_window_layers=28, layer_types=None, attention_bias=False),
     "MixtralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
@@ -93,8 +93,8 @@ class ModelConfig:
     architecture: str
     pools: bool = False  # made for pooling and not for generating, as far as its files tell
     has_towers: bool = False  # for images or sound: a wrapping, of which only the text is run
-    sees: bool = False  # a wrapping whose tower for images is run as well: extras/multimodal.py
-    keeps_states: bool = False  # some layers have a memory of their own: extras/recurrent.py
+    sees: bool = False  # a wrapping whose tower for images is run as well
+    keeps_states: bool = False  # some layers have a memory of their own
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -130,7 +130,7 @@ class ModelConfig:
     attention_softcap: float | None = None  # scores are squeezed into (-cap, cap)
     logits_softcap: float | None = None
     rope_local: RopeConfig | None = None  # RoPE of the layers with a window, where it differs
-    # How weights are stored where they are quantised, as the file says: extras/quantization.py.
+    # How weights are stored where they are quantised, as the file says.
     quantization: dict | None = None
 
     @classmethod
@@ -365,8 +365,8 @@ def read_dtype(config: dict) -> str:
 
 
 def read_quantization(config: dict) -> dict | None:
-    """The entry, unchanged: extras/quantization.py interprets it. One that names no method (what
-    Gemma's QAT weights were trained for) is about no tensor: they must be plain, or are refused."""
+    """The entry, unchanged. One that names no method (what Gemma's
+    QAT weights were trained for) is about no tensor: they must be plain, or are refused."""
     if config.get("quantization") is not None:
         raise ValueError(f"config.json: quantization={str(config['quantization'])[:60]}: MLX's "
                          "quantised checkpoints are not supported, use the unquantised one")

@@ -77,11 +77,11 @@ def digest(content: bytes) -> str:
 
 
 def contents(source: Path) -> bytes:
-    """The source, and behind it the files of ours that it includes (the others are the compiler's),
-    with those that they include."""
+    """The source, and behind it the headers of this folder that it includes (the others are the
+    compiler's), with those that they include."""
     text = source.read_bytes()
     included = re.findall(rb'^#include "(.+)"', text, re.M)
-    return b"".join([text, *(contents(source.parent / name.decode()) for name in included)])
+    return b"".join([text, *(contents(SOURCE.parent / name.decode()) for name in included)])
 
 
 def words(variable: str) -> list[str]:
@@ -97,7 +97,7 @@ def build(source: Path, command: list[str], openmp: Path, path: Path) -> Path:
     tqdm.write(f"nanoserve: compiling {source.parent.name}/{source.name} for this CPU, once ...",
                file=sys.stderr)
     made = Path(f"{path}.new")
-    run([*command, "-shared", str(source), str(openmp), "-o", str(made)])
+    run([*command, "-shared", f"-I{SOURCE.parent}", str(source), str(openmp), "-o", str(made)])
     made.chmod(0o700)
     return made.replace(f"{path}-{digest(made.read_bytes())}.so")
 

@@ -1,5 +1,5 @@
 // What compiled libraries share: dtypes, threads, and the table by which library.py finds their
-// functions. device/cpu.cpp and extras/quantized_linear.cpp include it.
+// functions. device/cpu.cpp and quantization/quantized_linear.cpp include it.
 //
 // Weights lie in *panels* of 16 outputs in both: see cpu.cpp. A product is cut into portions of some
 // rows and some panels. Threads are OpenMP's, which torch has started. They take small portions one

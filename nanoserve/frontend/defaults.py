@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.words.rules import DTYPES
+from nanoserve.frontend.rules import DTYPES
 
 
 def resolve(asked: EngineConfig, device: str, model_config: ModelConfig) -> EngineConfig:

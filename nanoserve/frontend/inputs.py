@@ -30,7 +30,7 @@ from nanoserve.frontend.messages import render_messages
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt, salt_of
 from nanoserve.frontend.request import Request
-from nanoserve.words.vllm import in_our_words
+from nanoserve.frontend.vllm import in_our_words
 
 # Entries of generation_config.json: those that are applied; those that change texts unless they
 # have this value; and those that never do.
@@ -59,13 +59,13 @@ class InputProcessor:
         self.tokenizer = tokenizer
 
     def check_generates(self) -> None:
-        """Raises `ValueError` where requests don't become text (extras/pooling)."""
+        """Raises `ValueError` where requests don't become text."""
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
                 priority: int = 0, lora_request: object = None) -> Request:
         """Raises `ValueError` for an empty or over-long prompt, a token outside the vocabulary,
-        parameters out of range, or an adapter that would have no effect."""
-        self.check_envelope(request_id, priority, lora_request)
+        or parameters out of range."""
+        self.check_envelope(request_id, priority)
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
         # A copy: making it checks the fields once more, because the caller may have changed them
@@ -98,16 +98,13 @@ class InputProcessor:
                        bad_word_ids, self.tokenizer, lora_request, salt_of(prompt),
                        stats=RequestStateStats(arrival_time=time.time()))
 
-    def check_envelope(self, request_id: str, priority: int, lora_request: object) -> None:
+    def check_envelope(self, request_id: str, priority: int) -> None:
         """Check what every kind of request has. (As in vLLM, a priority may be said to an engine
         of another policy; no text depends on it.)"""
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a str, got {request_id!r:.80}")
         if type(priority) is not int:
             raise ValueError(f"priority must be a whole number, got {priority!r:.80}")
-        if lora_request is not None and not self.config.enable_lora:
-            raise ValueError(f"lora_request={lora_request!r:.80}: make the engine with "
-                             "enable_lora=True")
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         """Token ids must be in the vocabulary: on a GPU a wrong index ends the whole process."""

@@ -31,6 +31,11 @@ from nanoserve.frontend.logprobs import LogprobHistory
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
 
+# What a request may ask for that an extra does, and the remedy where none does.
+HANDED_ON = {"lora_request": "make the engine with enable_lora=True",
+             "structured_outputs": "this engine has no extra for grammars: it comes with "
+                                   "nanoserve_extras, leave it out"}
+
 
 class Inbox(Protocol):
     """Where a request's outputs go: a list, or anything else with `append`."""
@@ -52,7 +57,7 @@ class Request:
     late_ids: frozenset[int]  # tokens not allowed before `min_tokens`
     bad_word_ids: list[list[int]]
     tokenizer: Tokenizer | None  # None: no text is made
-    lora_request: object = None  # the adapter that it names: extras/lora.py
+    lora_request: object = None  # the adapter that it names
     cache_salt: str | None = None  # only requests with the same one find its blocks
     adapter_id: int = 0  # the number of this adapter, 0 for none
     root: CacheEntry | None = None  # parent of its first block
@@ -66,6 +71,14 @@ class Request:
     num_told_of_prompt: int = 0  # prompt logprobs that a DELTA has carried
     stats: RequestStateStats = field(default_factory=RequestStateStats)
     inbox: Inbox | None = None  # step()'s, or one stream's
+
+    def check_taken(self, taken: set[str]) -> None:
+        """Raises `ValueError` for what only an extra can do, if this engine has none that does it.
+        taken: see `Extra.takes`."""
+        for name, remedy in HANDED_ON.items():
+            value = getattr(self, name, None) or getattr(self.params, name, None)
+            if value is not None and name not in taken:
+                raise ValueError(f"{name}={value!r:.80}: {remedy}")
 
     def chain_from(self, root: CacheEntry, adapter_id: int) -> None:
         """Have its blocks begin at `root`, so that only requests with the same root find them."""

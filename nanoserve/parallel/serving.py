@@ -44,7 +44,7 @@ def serve_one(runner) -> bool:
         broadcast(runner.ranks, message)
         if message[0] == STOP:
             return False
-        if message[0] < 0:  # for an annexe: an adapter's weights, say (extras/lora.py)
+        if message[0] < 0:  # for an extra: an adapter's weights, say
             runner.parts.calls[int(message[0])](runner, message)
         else:
             runner.run(message)

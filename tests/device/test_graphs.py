@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_map
 from nanoserve import LLM, SamplingParams, llm
 from nanoserve.batch import BatchBuilder
 from nanoserve.device.graphs import DecodeGraphs, graph_sizes
-from nanoserve.extras.speculative import Speculation
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sampler import SamplerOutput
 from nanoserve.sequence import Step
+from nanoserve_extras.drafts.speculative import Speculation
 
 kernels = pytest.importorskip("nanoserve.device.kernels")
 
@@ -262,7 +262,7 @@ def test_samples_and_controls_equal_eager(checkpoints, recorded):
 
 
 def test_small_weights_equal_eager(checkpoints, recorded):
-    """4 bits in the layers, 8 in the head: the kernel of extras/quantized_triton.py."""
+    """4 bits in the layers, 8 in the head: the kernel of quantization/quantized_triton.py."""
     texts = []
     for enforce_eager in (False, True):
         engine = start(checkpoints["tiny"], max_num_seqs=2, enforce_eager=enforce_eager,

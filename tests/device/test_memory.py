@@ -259,7 +259,7 @@ def test_a_cache_that_memory_can_not_hold_is_explained(dummy):
 
 def test_an_engine_keeps_to_its_gpu_in_every_thread(dummy, monkeypatch):
     """The current GPU is a thread's: a server's engine on cuda:1 stepped in a thread of its own,
-    whose GPU is 0. All operators, and what annexes do before a launch, run within `on_device`."""
+    whose GPU is 0. All operators, and what extras do before a launch, run within `on_device`."""
     here, used = threading.local(), set()
 
     @contextmanager
@@ -280,7 +280,7 @@ def test_an_engine_keeps_to_its_gpu_in_every_thread(dummy, monkeypatch):
     for name in names:
         monkeypatch.setattr(ops, name, seen(name, getattr(ops, name)))
     engine = start(dummy, kernels="torch")
-    engine.hooks.launching.append(seen("an annexe", lambda step: None))
+    engine.hooks.launching.append(seen("an extra", lambda step: None))
 
     def work():
         params = [SamplingParams(temperature=heat, max_tokens=3) for heat in (0, 1)]
@@ -293,7 +293,7 @@ def test_an_engine_keeps_to_its_gpu_in_every_thread(dummy, monkeypatch):
     thread.start()
     thread.join()
     assert {name for name, where in used if where == "another"} >= {
-        "an annexe", *names} - {"pack"}
+        "an extra", *names} - {"pack"}
 
 
 def test_a_gpu_by_its_number_is_the_current_one_within(monkeypatch):

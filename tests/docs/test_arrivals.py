@@ -10,7 +10,7 @@ import pytest
 from pages import ROOT, block_after, read, rows_of
 
 from nanoserve.block_manager import BlockManager
-from nanoserve.tools.trace import Simulation, read_csv
+from nanoserve_extras.trace.trace import Simulation, read_csv
 
 pytestmark = pytest.mark.floor
 PAGE = read("docs/scheduling.md")

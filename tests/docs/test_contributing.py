@@ -16,7 +16,7 @@ def test_the_files_of_a_recipe_exist_and_have_what_it_names(name):
     for paragraph in re.split(r"\n(?=\d\. |\*\*|\n)", RECIPES[name]):
         quoted = re.findall(r"`([^`]+)`", paragraph)
         paths = [ROOT / part for word in quoted for part in word.split()
-                 if re.match(r"(nanoserve|tests|docs|benchmarks)/", part)]
+                 if re.match(r"(nanoserve(_extras)?|tests|docs|benchmarks)/", part)]
         for path in paths:
             assert path.exists(), f"{name}: {path.name}"
         texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]

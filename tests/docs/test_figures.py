@@ -53,7 +53,7 @@ def test_the_quantised_formats_are_those_that_are_tried():
 
 def test_every_endpoint_and_option_of_the_server_is_there():
     pytest.importorskip("fastapi")
-    from nanoserve.server import api, cli
+    from nanoserve_extras.server import api, cli
 
     page = read("docs/server.md")
     for path in (*api.GETS, *api.POSTS):

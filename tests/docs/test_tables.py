@@ -39,16 +39,16 @@ def test_every_policy_has_a_row():
 
 def test_every_file_of_the_core_has_its_counterpart_in_vllm():
     lines = re.findall(r"^- \[`\w+`\]\(\.\./nanoserve/([\w/]+)\.py\): (.+)$", MAP, re.M)
-    assert len(lines) > 60
+    assert len(lines) > 40
     for name, said in lines:
-        if not re.match("(extras|server|tools)/", name):
-            assert re.search(r"\(`(vllm|csrc|cmake)/.*\)$", said), name
+        assert re.search(r"\(`(vllm|csrc|cmake)/.*\)$", said), name
 
 
 @pytest.mark.parametrize("page, enough", [("architecture", 40), ("map", 9)])
 def test_what_a_page_names_is_in_the_file(page, enough):
     """`[scheduler](...): `order`, ...`: scheduler.py must have that word."""
-    behind = r"\]\(\.\./(nanoserve/[\w/]+\.py)\)(?::| \()\s*((?:`[\w.]+`(?:, | and )?)+)"
+    behind = (r"\]\(\.\./(nanoserve(?:_extras)?/[\w/]+\.py)\)(?::| \()"
+              r"\s*((?:`[\w.]+`(?:, | and )?)+)")
     found = re.findall(behind, read(f"docs/{page}.md"))
     assert len(found) >= enough
     for path, names in found:

@@ -67,7 +67,7 @@ ARCHITECTURES: dict[str, Callable] = {
         sliding_window=13, layer_types=["sliding_attention", "full_attention"],
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=260,
         final_logit_softcapping=5.0),
-    # One latent for all heads (extras/latent.py); experts, the first layer without.
+    # One latent for all heads (foreign/latent.py); experts, the first layer without.
     "deepseek3": lambda: DeepseekV3Config(
         **SIZES, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
         qk_nope_head_dim=8, v_head_dim=10, n_routed_experts=4, n_group=1, topk_group=1,

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, made: packers in the other direction than extras/quantization.py reads.
+"""Quantised checkpoints, made: packers in the other direction than quantization.py reads.
 
 Whole numbers, zero points and scales are drawn, not rounded from weights, so that all of them
 occur. From them come a format's tensors, and by a formula the matrix that they mean:

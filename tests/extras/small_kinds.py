@@ -12,7 +12,7 @@ import torch
 
 try:
     from nanoserve.device.kernels import INTERPRETED
-    from nanoserve.extras import quantized_triton
+    from nanoserve_extras.quantization import quantized_triton
 except ImportError:
     INTERPRETED, quantized_triton = False, None
 

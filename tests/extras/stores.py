@@ -1,7 +1,7 @@
 """A block store without an engine."""
 
 from nanoserve.block_manager import BlockManager
-from nanoserve.extras.block_store import BlockStore
+from nanoserve_extras.block_store.block_store import BlockStore
 
 
 class StandIn:

@@ -141,7 +141,7 @@ def test_adapters_stay_and_change_the_new_weights(checkpoints, trained, tmp_path
 
 def test_what_is_given_is_rounded_once(checkpoints, trained):
     """From float32 to int8, although the engine computes in bfloat16."""
-    from nanoserve.extras.quantized_linear import Rows, round_rows
+    from nanoserve_extras.quantization.quantized_linear import Rows, round_rows
 
     there = trained(checkpoints["qwen3"])
     with LLM(checkpoints["qwen3"], **SMALL | dict(dtype="bfloat16", kernels="torch"),

@@ -20,8 +20,8 @@ from test_new_weights import PROMPTS, SMALL, as_dict, as_folder, as_iterator, fr
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.extras import foreign_layers, layer_disk, new_weights  # noqa: F401
-from nanoserve.extras.speculative import Speculation
+from nanoserve_extras.drafts.speculative import Speculation
+from nanoserve_extras.foreign import foreign_layers, layer_disk, new_weights  # noqa: F401
 
 
 def storages() -> dict[StorageWeakRef, str]:

@@ -21,9 +21,9 @@ from sampling_twins import kept_by_kernel, kept_by_twin, plain_draw
 
 from nanoserve import ops
 from nanoserve.device import kernels
-from nanoserve.extras.int4_linear import round_groups
-from nanoserve.extras.quantized_triton import TritonGroups, TritonRows
-from nanoserve.extras.recurrent_delta import delta_rule
+from nanoserve_extras.quantization.int4_linear import round_groups
+from nanoserve_extras.quantization.quantized_triton import TritonGroups, TritonRows
+from nanoserve_extras.recurrent.recurrent_delta import delta_rule
 
 pytestmark = needs_gpu
 

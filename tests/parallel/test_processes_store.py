@@ -1,5 +1,5 @@
 """Ranks as processes with a folder of blocks behind them: started again, killed, and on machines
-that share no memory. What each rank has in host memory: tests/extras/test_block_store_ranks.py."""
+that share no memory. What each rank has in host memory: test_block_store_ranks.py."""
 
 import os
 import random
@@ -58,7 +58,7 @@ for i in range(1000):
 @pytest.mark.usefixtures("leave_nobody")
 def test_ranks_that_are_killed_while_blocks_are_written(qwen3, start, check, tmp_path):
     """Who comes after them finds whole files, and the right ones. (Two that write the same blocks:
-    tests/extras/test_block_folder.py.)"""
+    tests/extras/block_store/test_block_folder.py.)"""
     folder = tmp_path / "blocks"
     script = Script(qwen3, tmp_path / "it", WRITE, setting="from functools import partial\n"
                     f"LLM = partial(LLM, kv_store={str(folder)!r}, dtype='float32')")

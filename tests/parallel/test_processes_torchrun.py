@@ -34,8 +34,8 @@ except RuntimeError as error:
 
 
 def test_torchrun_on_one_machine(qwen3, tmp_path, expected):
-    """The same script, in two stages (tests/extras/test_layer_plan.py has two ranks in each): rank
-    0 goes on behind the constructor, the other serves in it and exits."""
+    """The same script, in two stages (test_layer_plan.py has two ranks in each): rank 0 goes on
+    behind the constructor, the other serves in it and exits."""
     script = Script(qwen3, tmp_path / "it", SECOND_ENGINE.format(folder=str(qwen3)),
                     setting="make = LLM; LLM = lambda folder, tensor_parallel_size, **options: "
                             "make(folder, pipeline_parallel_size=2, **options)",

@@ -1,0 +1,203 @@
+"""How a user's value is checked: every field of a record has a *rule*.
+
+A rule is a text that says what the value must be, and a function that returns the value to keep.
+
+    value ──rule──► kept: "half" is "float16", one stop string a list of one, numpy's 5 an int 5
+              └───► ValueError: the field, what it must be, the value
+
+Invariant: every single value is checked by `check_fields`, and a field without a rule can't exist.
+Checks of two fields together follow in the record's `__post_init__`.
+
+Not known here: which fields there are (config.py). Road not taken: a validation library, which
+would be a package more, with errors in its own words.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import field, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+class Rule(NamedTuple):
+    """must: in words; keep: gives the value as it is kept, or raises `ValueError`."""
+
+    must: str
+    keep: Callable[[Any], Any]
+
+
+def option(default: Any, rule: Rule, part_of: str | None = None, *, control: bool = False,
+           offline: bool = False) -> Any:
+    """A field of a record, with its rule. A default of `MISSING` makes it a required one. part_of:
+    the field without which it has no effect, and so must keep its default. control: it changes
+    logits, unless it keeps its default. offline: clients of the server can't set it."""
+    return field(default=default, metadata={"rule": rule, "part_of": part_of, "control": control,
+                                            "offline": offline})
+
+
+def check_fields(record: Any) -> None:
+    """Each field by its rule; `None` passes where it is the default. Raises `ValueError`."""
+    for one in fields(record):
+        assert "rule" in one.metadata, f"{one.name} has no rule: make it with option(default, rule)"
+        rule, value = one.metadata["rule"], getattr(record, one.name)
+        if value is None and one.default is None:
+            continue
+        try:
+            kept = rule.keep(value)
+        except (ValueError, RuntimeError) as error:  # of what is wrong: the value, or a part of it
+            given, wrong = f"{value!r:.100}", f"{error!s:.100}"
+            raise ValueError(f"{one.name} must be {rule.must}, got "
+                             f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
+        object.__setattr__(record, one.name, kept)  # an `EngineConfig` is frozen
+        whole = one.metadata["part_of"]
+        if whole is not None and kept != one.default and not getattr(record, whole):
+            raise ValueError(f"{one.name}={kept!r} has no effect without {whole}: set it, or leave "
+                             f"{one.name} out")
+
+
+@contextmanager
+def in_words(words: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Within it an error of these kinds (of any, if none is named), a library's say, becomes a
+    `ValueError` that begins with `words`."""
+    try:
+        yield
+    except (kinds or Exception) as error:  # noqa: B030 - a tuple of classes, or one
+        raise ValueError(f"{words}: {error!s:.500}") from error
+
+
+def only_if(is_right: bool, value: Any) -> Any:
+    """Returns `value`; raises `ValueError` with its repr unless `is_right`."""
+    if not is_right:
+        raise ValueError(repr(value))
+    return value
+
+
+def choice(*values: Any) -> Rule:
+    return Rule(f"one of {', '.join(map(str, values))}",
+                lambda value: only_if(value in values, value))
+
+
+def instance(kind: type | tuple[type, ...], what: str) -> Rule:
+    return Rule(what, lambda value: only_if(isinstance(value, kind), value))
+
+
+def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False,
+           whole: bool = False) -> Rule:
+    """low <= value <= high (low < value if `above`). NaN, infinities and True are refused."""
+    bound = "" if low == -math.inf else f" of at least {low}"
+    if high != math.inf:
+        bound = f" in {'(' if above else '['}{low}, {high}]"
+
+    def keep(value):
+        is_one = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+        only_if(is_one and (low < value if above else low <= value) and value <= high
+                and abs(value) < math.inf, value)
+        return int(value) if isinstance(value, Integral) else float(value)
+
+    return Rule(("a whole number" if whole else "a number") + bound, keep)
+
+
+def list_of(one: Rule, what: str, least: int = 0) -> Rule:
+    """Any collection but a str or a dict, with members that pass rule `one`; kept as a new list."""
+    def keep(values):
+        only_if(isinstance(values, Iterable) and not isinstance(values, (str, dict)), values)
+        kept = [one.keep(value) for value in values]
+        return only_if(len(kept) >= least, kept)
+
+    return Rule(what, keep)
+
+
+def new_file(what: str, *suffixes: str) -> Rule:
+    """The path of a file that need not exist, in a folder that does."""
+    def keep(path):
+        is_one = isinstance(path, (str, Path)) and Path(path).suffix in suffixes
+        return only_if(is_one and Path(path).parent.is_dir(), path)
+
+    return Rule(what, keep)
+
+
+def private(path: str, flags: int) -> int:
+    """open(..., opener=private) makes a file that nobody else can read: prompts are in it."""
+    return os.open(path, flags, 0o600)
+
+
+def numbers_by_id(low: float, high: float, remedy: str) -> Rule:
+    """A dict of a number for each token id. JSON knows only str keys: as in vLLM's server, "5" is
+    token 5. vLLM's server clamps a number beyond the bounds in silence; here it is refused."""
+    def keep(numbers):
+        kept = {}
+        for key, value in only_if(isinstance(numbers, dict), numbers).items():
+            id_ = TOKEN_ID.keep(int(key) if isinstance(key, str) and key.isdecimal() else key)
+            only_if(id_ not in kept, key)  # 5 and "5": named twice
+            kept[id_] = float(number(low, high).keep(value))
+        return kept
+
+    return Rule(f"a dict of token ids and numbers in [{low}, {high}], none twice ({remedy})", keep)
+
+
+def keep_limits(limits: Any) -> dict[str, int] | None:
+    """How many images and sounds a prompt may have, as in vLLM. None where it may have none."""
+    only_if(isinstance(limits, dict), limits)
+    kept = {kind: SIZE.keep(most) for kind, most in limits.items() if SIZE.keep(most)}
+    return only_if(kept.keys() <= {"image", "audio"}, limits) and kept or None
+
+
+def keep_dtype(dtype: Any) -> str:
+    """Accepts torch.float32 and vLLM's "half", too, and keeps one spelling."""
+    name = str(dtype).removeprefix("torch.")
+    name = {"half": "float16", "float": "float32"}.get(name, name)
+    return only_if(name in DTYPES, dtype) and name
+
+
+# Rules that several fields share, or that say what they mean by their name.
+FLAG, COUNT, WHOLE = choice(True, False), number(1, whole=True), number(whole=True)
+TOKEN_ID = SIZE = number(0, whole=True)
+SHARE = number(0, 1, above=True)
+COUNT_OR_NONE = Rule(f"{COUNT.must}, or None for no limit",
+                     lambda count: None if count is None else COUNT.keep(count))
+COUNT_OR_ALL = number(-1, whole=True)  # -1: all of the vocabulary
+
+DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
+TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
+WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
+MODEL = Rule("the name of a folder or a hub id", TEXT.keep)
+FOLDER = instance((str, Path), MODEL.must)
+STORE = Rule("the path of a folder", lambda path: only_if(
+    isinstance(path, (str, Path)) and bool(str(path).strip()), path))
+TEXTS = list_of(TEXT, "non-empty texts in a list")
+WORDS = list_of(WORD, "a list of words, none of them empty")
+TOKEN_IDS = list_of(TOKEN_ID, "a list of token ids, whole numbers of at least 0")
+ONE_TOKEN_ID = list_of(TOKEN_ID, "a list of at least one token id (None allows all)", 1)
+
+# Rules of one field each.
+LOAD_FORMAT = Rule("one of auto, safetensors, pt, dummy (nanoserve convert FILE FOLDER reads GGUF)",
+                   choice("auto", "safetensors", "pt", "dummy").keep)
+MODEL_IMPL = choice("auto", "nanoserve", "transformers")
+OVERRIDES = instance(dict, "a dict laid over config.json")
+QUANTIZATION = Rule("dequantize, int8 or int4 (a quantised checkpoint's format, fp8 say, is in its "
+                    "config.json: leave it out)", choice("dequantize", "int8", "int4").keep)
+DEVICE = Rule('auto, cpu, cuda or a GPU by its number ("cuda:1")', lambda name: only_if(
+    isinstance(name, str) and bool(re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name)), name))
+KV_DTYPE = Rule("auto or int8 (there is no fp8: int8 serves all devices)",
+                choice("auto", "int8").keep)
+CONVERSION = choice("auto", "none", "embed", "classify", "reward")
+DRAFTS = instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
+ITEMS = Rule("a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have",
+             keep_limits)
+TRACE = new_file("a file in a folder that exists, ending in .html (a page to look at) or "
+                 ".json (for Perfetto)", ".html", ".json")
+LAYERS = instance((dict, list), "how many layers each rank has, as [12, 16], or those that stay on "
+                  "disk, as {'disk': 8}")
+ANYTHING = Rule("", lambda value: value)  # checked by the extra that it is for
+PENALTY = number(-2, 2)
+FACTOR = number(1e-6, 1e6)  # far beyond any use; a logit times it, or divided by it, is a float32
+FUNCTIONS = list_of(Rule("a function", lambda function: only_if(callable(function), function)),
+                    "a list of functions f(token_ids, logits) -> logits")
+BIASES = numbers_by_id(-100, 100,  # OpenAI's bounds, and vLLM's
+                       "allowed_token_ids and bad_words rule tokens in or out")

@@ -1,1 +1,0 @@
-"""The front door above `llm`: an asynchronous engine, an HTTP server, metrics. An annexe."""

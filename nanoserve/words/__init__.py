@@ -1,1 +1,0 @@
-"""What a value must be, and what vLLM's names mean here."""

@@ -1,0 +1,260 @@
+"""KV blocks on disk: a folder with a file for each block, which engines share and find again.
+
+    kv_store/   1f3a...9c.kv   header    the fingerprint, the parent, the tokens: one line of JSON
+                               checksum  of the bytes, xxh3
+                               bytes     the block's KV, layer by layer
+                b07e...41.kv   ...       the name is the block's digest: see block_store.py
+
+A file is written under a temporary name and renamed, so it is there as a whole or not at all. A
+reader knows the header that it must find, byte for byte, and compares. A file with other contents
+(damaged, cut off by a full disk, of another version) is a miss, and never an error.
+
+Invariant: a problem with files costs time, never an answer. If the folder can't be written, that is
+reported once, and it is not written to again; requests go on. Users who can write to the folder are
+trusted: the checksum finds damage, not malice. Hence its mode, 0700.
+
+Not known here: host memory, sequences. Road not taken: one large file with an index, which needs
+locks between processes, and repair after one of them was killed.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import xxhash
+
+from nanoserve.checkpoint.hub import find_model
+from nanoserve.config import EngineConfig
+from nanoserve.frontend.rules import in_words, private
+
+VERSION = 1  # of the files
+CHECKSUM = 16  # bytes that it takes
+OLD_SECONDS = 3600  # a temporary file this old was left by a process that died
+NAME = re.compile(r"[0-9a-f]{64}\.(kv|.+\.tmp)")  # a file of ours: others are left alone
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def fingerprint(config: EngineConfig, model_folder: Path, shapes: list) -> bytes:
+    """What KV depends on beside tokens and adapter: weights by their content, and options.
+
+    Reads all weights once more, because two fine-tuned models may differ in nothing but their
+    bytes.
+    """
+    options = {name: getattr(config, name) for name in (
+        "dtype", "kernels", "model_impl", "quantization", "block_size", "hf_overrides",
+        "tensor_parallel_size", "load_format", "seed", "speculative_config")}
+    if config.load_format != "dummy":
+        del options["seed"]  # of random weights
+    about = json.dumps([VERSION, sys.byteorder, options, shapes], sort_keys=True, default=str)
+    digest = hashlib.sha256(about.encode())
+    folders = [model_folder] + ([find_model(config.draft_model)] if config.draft_model else [])
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            if path.suffix in WEIGHTS or path.name == "config.json":
+                with open(path, "rb") as file:
+                    content = hashlib.file_digest(file, xxhash.xxh3_128).digest()
+                digest.update(path.name.encode() + content)
+    return digest.digest()
+
+
+def make_folder(name: str | Path) -> Path:
+    """With mode 0700 if it isn't there. Returns its absolute path, since the program may change its
+    directory. Raises `ValueError` if it can't be made or read."""
+    with in_words(f"kv_store={str(name)!r} must be a folder that can be read, or one that can be "
+                  "made"):  # a null byte; ~ of a user without a home
+        path = Path(name).expanduser().absolute()
+        if path.exists() and not path.is_dir():
+            raise ValueError("it is a file")
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.listdir(path)
+    return path
+
+
+class Folder:
+    """A file for each block: a header, a checksum of the bytes, and the bytes.
+
+    path: see `make_folder`, which makes it. limit: of all files together, in bytes; the least
+    recently used ones are deleted. base: the engine's fingerprint. say: is called with a message
+    when writing fails. Raises `ValueError` if there is no such folder and none can be made.
+    """
+
+    def __init__(self, path: Path, limit: int, base: bytes, say: Callable[[str], None]):
+        self.path = path = make_folder(path)
+        self.limit, self.base, self.say = limit, base, say
+        if path.stat().st_mode & 0o077:
+            say(f"kv_store={str(path)!r} is open to other users, who can read prompts there, or "
+                "change answers: chmod 700")
+        for left in self._files(".tmp"):
+            if time.time() - _stat(left)[0] > OLD_SECONDS:
+                _delete(left)
+        sizes = [size for _, size in map(_stat, self._files(".kv"))]
+        self.num_bytes = sum(sizes)  # when they were last counted
+        self.num_new = 0  # bytes that were written here since then
+        self.reads = self.writes = True
+        self.is_damaged = False  # one file was: any other may be, and is written anew
+        self.has_failed = False  # a thread, for another reason than its files
+
+    def _path_of(self, digest: bytes) -> Path:
+        return self.path / f"{digest.hex()}.kv"
+
+    def _files(self, suffix: str) -> list[Path]:
+        """Raises `OSError`, where `Path.glob` finds nothing and says nothing."""
+        return [self.path / name for name in os.listdir(self.path)
+                if NAME.fullmatch(name) and name.endswith(suffix)]
+
+    def _header(self, parent: bytes, tokens: list[int], num_bytes: int) -> bytes:
+        """A line of JSON, equal for equal arguments: so a reader knows what it must find."""
+        return b"nanoserve " + json.dumps({
+            "version": VERSION, "fingerprint": self.base.hex(), "parent": parent.hex(),
+            "tokens": tokens, "bytes": num_bytes}).encode() + b"\n"
+
+    def has(self, digest: bytes) -> bool:
+        return self.reads and os.path.exists(self._path_of(digest))  # False for any OSError
+
+    def read(self, digest: bytes, parent: bytes, tokens: list[int],
+             num_bytes: int) -> memoryview | None:
+        """The block's bytes; None for a file that is missing, or not what it must be. Such a file
+        stays until a right one takes its place: if it were deleted here, the right one might be."""
+        path, header = self._path_of(digest), self._header(parent, tokens, num_bytes)
+        start = len(header) + CHECKSUM
+        data = bytearray(start + num_bytes + 1)  # a byte more than it must be, to see its end
+        block = memoryview(data)[start:-1]
+        try:
+            with open(path, "rb") as file:
+                is_whole = file.readinto(data) == start + num_bytes
+            if (is_whole and data.startswith(header)
+                    and xxhash.xxh3_128_digest(block) == data[len(header):start]):
+                return block
+            self.is_damaged = True
+        except OSError:
+            pass
+        return None
+
+    def write(self, digest: bytes, parent: bytes, tokens: list[int], data: Any) -> None:
+        """Written under a temporary name and then renamed, so a file is there as a whole or not at
+        all. If two processes write the same block, the second replaces it, or changes nothing."""
+        path = self._path_of(digest)
+        if not self.writes or (os.path.exists(path) and not self.is_damaged):
+            return
+        own = path.with_suffix(f".{os.getpid()}-{id(self)}.tmp")
+        try:
+            _delete(own)  # of a process that died; a link that lies in wait
+            with open(own, "xb", opener=private) as file:
+                file.write(self._header(parent, tokens, len(data)))
+                file.write(xxhash.xxh3_128_digest(data))
+                file.write(data)
+            os.replace(own, path)
+            self.num_new += _stat(path)[1]
+            if self.num_new > min(self.limit / 16, self.limit - self.num_bytes):
+                self._trim()
+        except OSError as error:
+            _delete(own)
+            self.writes = False
+            self.say(f"kv_store={str(self.path)!r} can't be written, and saves no more: {error}; "
+                     "make room there, or name another folder")
+
+    def touch(self, digests: list[bytes]) -> None:
+        """This chain was used just now. Its tail is a microsecond older, and deleted before its
+        head, without which nobody would look for it."""
+        now = time.time_ns()
+        for i, digest in enumerate(digests):
+            with suppress(OSError):  # some are not there
+                os.utime(self._path_of(digest), ns=(now - 1000 * i, now - 1000 * i))
+
+    def _trim(self) -> None:
+        """Count what is there, whoever wrote it. Above the limit, delete the oldest until a tenth
+        of it is free."""
+        files = sorted((*_stat(path), path) for path in self._files(".kv"))
+        self.num_bytes, self.num_new = sum(size for _, size, _ in files), 0
+        if self.num_bytes <= self.limit:
+            return
+        for _, size, path in files:
+            if self.num_bytes <= 0.9 * self.limit:
+                break
+            path.unlink(missing_ok=True)
+            self.num_bytes -= size
+
+    def clear(self) -> None:
+        """Delete all blocks. Where that fails, none of them is read again."""
+        if not self.reads:
+            return
+        try:
+            for path in self._files(".kv"):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            self.reads = self.writes = False
+            self.say(f"kv_store={str(self.path)!r} can't be emptied, and is not used any more: "
+                     f"{error}")
+        self.num_bytes = self.num_new = 0
+
+    def outcome(self, future: Future) -> Any:
+        """What a thread's work with this folder has brought. Errors of files are expected above.
+        Any other is said once, and then is a miss: no request fails because of its store."""
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if not self.has_failed:
+            self.has_failed = True
+            self.say(f"kv_store={str(self.path)!r}: a block is computed anew, or is not written, "
+                     f"because of {error!r}")
+        return None
+
+
+class Reader:
+    """A thread that works in order, like a `ThreadPoolExecutor` of one. Python's end waits for an
+    executor's threads, also for one whose disk hangs. It does not wait for this one, a daemon."""
+
+    def __init__(self):
+        self.queue: SimpleQueue = SimpleQueue()
+        # A store that was forgotten ends it, too. So the thread must not hold this object.
+        weakref.finalize(self, self.queue.put, None)
+        threading.Thread(target=Reader._run, args=[self.queue], daemon=True).start()
+
+    @staticmethod
+    def _run(queue: SimpleQueue) -> None:
+        while (entry := queue.get()) is not None:
+            future, work, args = entry
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(*args))
+                except BaseException as error:
+                    future.set_exception(error)
+            del entry, future, work, args  # while it waits, it holds nobody's memory
+
+    def submit(self, work: Callable, *args: Any) -> Future:
+        future: Future = Future()
+        self.queue.put((future, work, args))
+        return future
+
+    def shutdown(self) -> None:
+        """Drop what is queued. What is being read is not waited for."""
+        with suppress(Empty):
+            while entry := self.queue.get_nowait():
+                entry[0].cancel()
+        self.queue.put(None)
+
+
+def _delete(path: Path) -> None:
+    """A file that can't be deleted takes room, and does no other harm."""
+    with suppress(OSError):
+        path.unlink()
+
+
+def _stat(path: Path) -> tuple[float, int]:
+    """When it was last used, and its size; zeros if another process has deleted it."""
+    try:
+        stat = path.stat()
+        return stat.st_mtime, stat.st_size
+    except OSError:
+        return 0.0, 0

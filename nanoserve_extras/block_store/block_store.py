@@ -1,0 +1,391 @@
+"""A second place for KV blocks: host memory, and a folder that outlives the engine.
+
+The prefix cache forgets a block when its memory is needed. Then its KV must be computed again, at
+the price of a prefill. Here such blocks are kept: in `kv_offload_bytes` of host memory
+(block_host.py), and in a folder of files, `kv_store` (block_folder.py), where other engines find
+them again. Others call it KV offloading (vLLM), hierarchical caching (SGLang), or LMCache.
+
+    KV cache ──save: forgotten, or new──► host memory ──a thread writes──► folder
+        ▲                                 │  ▲                               │
+        └──load: found by its digest──────┘  └──what a queued request needs──┘ block_prefetch.py
+
+**Invariant: a block is used for exactly those tokens that it was computed from.** Its name here is
+a *digest*: SHA-256 over the parent's digest and the block's tokens. The chain begins with a
+fingerprint of the weights and of all options that KV depends on, then an adapter's content.
+
+All copies between cache and host memory happen inside a step, on its own stream, before anything is
+written: first the saves, then the loads. A load counts when its step has finished. No step waits
+for a file: a block that finds no free host block is saved later, or lost.
+
+Not known here: the layout of the bytes. Road not taken: copies on a stream of their own, which hide
+their time and have corrupted KV in silence in two public engines.
+"""
+
+import hashlib
+import os
+import sys
+import time
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from nanoserve.batch import MAX_MOVES
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend.metrics import Counter, Metric, say
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve_extras.block_store.block_folder import Folder, fingerprint, make_folder
+from nanoserve_extras.block_store.block_host import HostBlocks, HostMemory
+from nanoserve_extras.block_store.block_prefetch import Prefetcher
+
+TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
+
+
+def digest_of(parent: bytes, content: bytes | list[int]) -> bytes:
+    """The digest of what follows `parent`: a block of tokens, or an adapter's key."""
+    content = content if isinstance(content, bytes) else array("i", content).tobytes()
+    return hashlib.sha256(parent + content).digest()
+
+
+@dataclass
+class Moves:
+    """The loads and saves of a step in flight. epoch: see `BlockStore.reset`."""
+
+    epoch: int
+    loads: list[int] = field(default_factory=list)  # host blocks
+    saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # the same by digest
+
+
+class BlockStore(Extra):
+    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds. The scheduler asks it for blocks
+    (`finders`). As an observer it gives steps their loads and saves, and learns what has ended."""
+
+    def __init__(self):
+        self.unsaved: dict[bytes, CacheEntry] = {}  # what the next step is to save
+        self.found: dict[Sequence, list[int]] = {}  # host blocks, by who may be admitted now
+        self.in_flight: dict[Step, Moves] = {}
+        self.epoch = 0
+        self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
+        self.digest_of_entry: WeakKeyDictionary[CacheEntry, bytes] = WeakKeyDictionary()
+        self.writing: deque[tuple[int, Future]] = deque()  # in the thread's order
+        self.num_queries = self.num_hits = 0  # tokens; see `metrics`
+        self.num_saved = self.num_loaded = self.num_lost = 0  # blocks
+
+    def prepare(self, plan: Plan) -> Plan:
+        """Raises `ValueError` for options that don't go together, and for a folder that can't be
+        used."""
+        config, self.model_folder = plan.config, plan.folder
+        if not config.enable_prefix_caching:
+            raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
+                             "enable_prefix_caching=True")
+        if config.kernels == "cpu" and config.block_size % TILE:
+            raise ValueError(f"block_size={config.block_size} with kernels='cpu': blocks can be "
+                             f"saved if it is a multiple of {TILE}; choose one, or kernels='torch'")
+        has_folder, num_ranks = config.kv_store is not None, config.tensor_parallel_size
+        if has_folder and num_ranks > 1 and not hasattr(os, "memfd_create"):
+            raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
+                             f"{num_ranks}: the ranks must share memory, which works on Linux; use "
+                             "kv_offload_bytes without a folder")
+        if has_folder:
+            make_folder(config.kv_store)  # here: loading the weights takes long
+        return replace(plan, parts=replace(plan.parts, make_copier=partial(
+            HostMemory, num_bytes=config.kv_offload_bytes, has_folder=has_folder)))
+
+    def attach(self, engine: LLMEngine) -> None:
+        config, host = engine.config, engine.runner.copier
+        self.runner = engine.runner  # for steps that only save
+        self.labels = {"model_name": str(config.model)}
+        folder, base, num_bytes = None, b"", host.memory.shape[1]
+        if config.kv_store is not None:
+            if config.kv_store_bytes < 2 * num_bytes:  # a file has a header, too
+                raise ValueError(f"kv_store_bytes={config.kv_store_bytes:,} has no room for a "
+                                 f"block of {num_bytes:,} bytes and its header: raise it")
+            base = fingerprint(config, self.model_folder, host.shapes)
+            folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
+        self.open(host, engine.scheduler, base, folder)
+
+    def open(self, host: HostMemory, scheduler: Scheduler, base: bytes = b"",
+             folder: Folder | None = None) -> None:
+        """host: rank 0's. base: the digest that all others begin with. folder: None for no files;
+        then only blocks that the cache evicts are saved."""
+        self.host, self.base, self.folder = host, base, folder
+        # Weak: these two hold the store. In a circle, a forgotten engine would keep its memory
+        # until Python's garbage collector comes by.
+        self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
+        self.host_blocks = HostBlocks(host.num_blocks)
+        self.prefetcher: Prefetcher | None = None
+        if folder is not None:
+            self.prefetcher = Prefetcher(folder, host, self.host_blocks)
+            self.writer = ThreadPoolExecutor(1)
+
+    def committed(self, entry: CacheEntry) -> None:
+        if self.folder is not None:
+            self.want_saved(entry)
+
+    def evicted(self, entry: CacheEntry) -> None:
+        self.want_saved(entry)
+
+    def idle(self) -> None:
+        self.save_rest()
+
+    def want_saved(self, entry: CacheEntry) -> None:
+        """Have the next step save this block, before anything is written to it."""
+        digest = self._digest_entry(entry)
+        host_id = self.host_blocks.find(digest)
+        if host_id is None:
+            self.unsaved[digest] = entry
+        else:
+            self.host_blocks.touch([host_id])
+
+    def _digest_entry(self, entry: CacheEntry | None) -> bytes:
+        """Computed once for each entry, from the last ancestor that has one. None comes before
+        every first block that has no root."""
+        chain, known = [], self.digest_of_entry
+        while entry is not None and entry not in known:
+            chain.append(entry)
+            entry = entry.parent
+        digest = known[entry] if entry is not None else self.base
+        for one in reversed(chain):  # a root has no tokens, but a key that is a hash of content
+            digest = known[one] = digest_of(digest, one.tokens or one.key)
+        return digest
+
+    def _digest_blocks(self, seq: Sequence) -> list[bytes]:
+        """The digests of all full blocks of known tokens, extended as the sequence grows."""
+        digests, size = self.digests.setdefault(seq, []), self.blocks.block_size
+        for start in range(len(digests) * size, len(seq.token_ids) - size + 1, size):
+            parent = digests[-1] if digests else self._digest_entry(seq.request.root)
+            digests.append(digest_of(parent, seq.token_ids[start:start + size]))
+        return digests
+
+    # ------------------------------------------------- what the scheduler asks
+
+    def is_reading(self, seq: Sequence) -> bool:
+        """Whether blocks of a waiting sequence are on their way from the folder."""
+        return self.prefetcher is not None and self.prefetcher.is_reading(seq)
+
+    def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
+        """How many blocks that follow those found in memory are here. If the sequence is admitted,
+        the step loads them: see `plan`."""
+        host_ids = self.found[seq] = []
+        room = MAX_MOVES - sum(step.num_loaded.values()) // self.blocks.block_size
+        most = min(self.blocks.max_hits(seq), num_hits + room)
+        for digest in self._digest_blocks(seq)[num_hits:most]:
+            host_id = self.host_blocks.find(digest)
+            if host_id is None:
+                break
+            host_ids.append(host_id)
+        return len(host_ids)
+
+    def scheduled(self, step: Step) -> None:
+        """The step is planned: give it its copies of blocks."""
+        if step.num_new_tokens:
+            self.plan(step)
+        elif self.prefetcher is not None:
+            self.prefetcher.advance(list(step.sitting_out))
+            if step.sitting_out and not self.scheduler.in_flight:
+                time.sleep(0.0005)  # there is nothing to do but to read
+        self.found.clear()
+
+    # ------------------------------------------------------ the life of a step
+
+    def plan(self, step: Step) -> None:
+        """Give the step its saves and loads. Called when the rest of it is planned: from here on
+        until it has finished, what it loads from keeps its bytes."""
+        moves, loads = Moves(self.epoch), []
+        for seq in step.num_loaded:  # behind its hits, which are computed
+            first, host_ids = seq.num_computed_tokens // self.blocks.block_size, self.found[seq]
+            loads += [(block_id, -1 - host_id) for block_id, host_id in zip(
+                seq.block_table[first:], host_ids, strict=False)]
+            moves.loads += host_ids
+        self.host_blocks.touch(moves.loads)
+        self.host_blocks.pin(moves.loads)
+        for seq in step.admitted:
+            if seq.num_preemptions == 0 and not seq.needs_all_positions:  # as EngineMetrics counts
+                self.num_queries += len(seq.token_ids) - seq.num_computed_tokens
+                self.num_hits += step.num_loaded.get(seq, 0)
+        self._take_written()
+        if self.prefetcher is not None:
+            for seq in step.admitted:
+                self.prefetcher.let_go(seq)
+            self.prefetcher.advance(list(step.sitting_out))
+        step.block_moves = self._plan_saves(moves) + loads  # in this order: see `HostMemory.move`
+        if moves.loads or moves.saves:
+            self.in_flight[step] = moves
+
+    def _plan_saves(self, moves: Moves) -> list[tuple[int, int]]:
+        """Returns (block, host block) of each save."""
+        later: dict[bytes, CacheEntry] = {}
+        in_flight = {digest for one in self.in_flight.values() for digest in one.saves}
+        is_full = False  # behind a slow disk thousands of blocks may ask in every step
+        for digest, entry in self.unsaved.items():
+            if digest in in_flight or self.host_blocks.find(digest) is not None:
+                continue
+            host_id = None if is_full or len(moves.saves) == MAX_MOVES else self.host_blocks.take()
+            if host_id is not None:
+                moves.saves[digest] = host_id, entry
+                continue
+            is_full = True
+            if self.blocks.entry_of[entry.block_id] is entry:
+                later[digest] = entry  # it is new, and the cache still has it
+            else:
+                self.num_lost += 1
+        self.unsaved = later
+        return [(entry.block_id, host_id) for host_id, entry in moves.saves.values()]
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]] | None = None) -> None:
+        """A step has finished: its saves can be found from now on."""
+        moves = self.in_flight.pop(step, None)
+        if moves is None:
+            return
+        self.host_blocks.unpin(moves.loads)
+        self.num_loaded += len(moves.loads)
+        for digest, (host_id, entry) in reversed(moves.saves.items()):
+            if moves.epoch != self.epoch or self.host_blocks.find(digest) is not None:
+                self.host_blocks.give_back([host_id])  # all was forgotten, or it was read meanwhile
+                continue
+            self.host_blocks.put(digest, host_id)
+            self.num_saved += 1
+            if self.folder is not None and self.folder.writes:
+                self.host_blocks.pin([host_id])  # it keeps its bytes until they are in a file
+                self.writing.append((host_id, self._give(
+                    self.folder.write, digest, self._digest_entry(entry.parent), entry.tokens,
+                    self.host.memory[host_id].numpy())))
+
+    def dropped(self, step: Step) -> None:
+        """A step was dropped: what it should have saved is lost, which only costs time."""
+        moves = self.in_flight.pop(step, None)
+        if moves is not None:
+            self.host_blocks.unpin(moves.loads)
+            self.host_blocks.give_back([host_id for host_id, _ in moves.saves.values()])
+
+    def save_rest(self) -> None:
+        """No request is left: save new blocks in steps that do nothing else. If such a step fails,
+        its blocks are lost, which only costs time; a rank that died shows in the next step. When
+        the program ends, Python closes streams that were left open. Torch can run no step by then.
+        """
+        while self.unsaved and not sys.is_finalizing():
+            self.plan(step := Step(-1))
+            if not step.block_moves:
+                return  # no host block is free
+            try:
+                with ctrl_c_held():  # a rank that is stopped within a step leaves the others there
+                    self.runner.fetch(self.runner.launch(step))
+            except RuntimeError:
+                return self.dropped(step)
+            self.updated(step)
+
+    def reset(self) -> None:
+        """Forget everything, and delete the folder's blocks. Saves that are under way have an older
+        `epoch`: their results are thrown away. If Ctrl-C ends the wait for a slow disk, files that
+        are still there may be found: they are deleted as soon as the disk allows."""
+        self.epoch += 1
+        self.unsaved.clear()
+        if self.prefetcher is not None:
+            self.prefetcher.forget()
+        self.host_blocks.forget()
+        if self.folder is not None:
+            emptied = self._give(self.folder.clear)  # behind all writes before it
+            with ctrl_c_held() as noted:  # by the engine, too, which then raises it
+                while not (noted or emptied.done()):
+                    wait([emptied], timeout=0.1)
+                if not noted:
+                    emptied.result()
+
+    def leave_cache(self) -> None:
+        """The KV cache goes, and its blocks were evicted: save what no other place has."""
+        self.save_rest()
+        self.unsaved.clear()  # if a step has failed, or no host block was free
+
+    def rename(self) -> None:
+        """Other weights have come, behind a `reset`: from here on blocks have names that no other
+        engine's have, be its weights the old ones or these."""
+        self.base = self.folder.base = os.urandom(32)
+        self.digest_of_entry.clear()
+
+    # ------------------------------------------------------ the writing thread
+
+    def _take_written(self) -> None:
+        while self.writing and self.writing[0][1].done():
+            host_id, future = self.writing.popleft()
+            self.host_blocks.unpin([host_id])
+            self.folder.outcome(future)
+
+    def _give(self, work: Callable, *args: Any) -> Future:
+        """Give the thread work. When the program ends, it accepts none: the result is None."""
+        try:
+            return self.writer.submit(work, *args)
+        except RuntimeError:
+            nothing: Future = Future()
+            nothing.set_result(None)
+            return nothing
+
+    def flush(self) -> None:
+        """Wait until all new blocks are in the folder. Where host memory is small, some can't be
+        saved before others have been written."""
+        num_unsaved = 0
+        while self.folder is not None:
+            self._give(int).result()  # behind all writes before it
+            if len(self.unsaved) == num_unsaved or not self.folder.writes:
+                return  # none is left, or nothing helps
+            num_unsaved = len(self.unsaved)
+            self.save_rest()
+
+    def close(self) -> None:
+        """Write what is to be written, and end the threads. Whoever holds the engine, and with it
+        this observer, shall hold no memory."""
+        try:
+            if self.prefetcher is not None:
+                self.flush()
+                self.prefetcher.close()
+                self.writer.shutdown()
+        finally:
+            self.host = self.runner = self.prefetcher = None
+
+    # ------------------------------------------------------------- an observer
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
+        """Begin to read what a queued request will look for."""
+        if self.prefetcher is None:
+            return
+        seq = sequences[0]  # the others have the same prompt
+        digests, size = self._digest_blocks(seq), self.blocks.block_size
+        parents = [self._digest_entry(seq.request.root), *digests]
+        self.prefetcher.begin(sequences, [
+            (digests[i], parents[i], seq.token_ids[i * size:(i + 1) * size])
+            for i in range(len(self.blocks.find_prefix(seq)), self.blocks.max_hits(seq))])
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            if self.prefetcher is not None:
+                self._give(self.folder.touch, self._digest_blocks(seq))
+                self.prefetcher.let_go(seq)
+            self.digests.pop(seq, None)
+
+    def metrics(self) -> list[Metric]:
+        """Tokens looked up beyond the KV cache, and tokens found, in vLLM's names. Blocks that were
+        saved, that were loaded (also after a preemption, whose look-ups are not counted), and for
+        which there was no room."""
+        counts = {"external_prefix_cache_queries": self.num_queries,
+                  "external_prefix_cache_hits": self.num_hits,
+                  "kv_store_saved_blocks": self.num_saved,
+                  "kv_store_loaded_blocks": self.num_loaded,
+                  "kv_store_lost_blocks": self.num_lost}
+        return [Counter(f"vllm:{name}", self.labels, value) for name, value in counts.items()]
+
+    # ------------------------------------------------------------- the audit
+
+    def audit(self) -> None:
+        """Audit the host blocks. Those that a step saves to are taken."""
+        saving = [host_id for one in self.in_flight.values() for host_id, _ in one.saves.values()]
+        self.host_blocks.check(saving)

@@ -1,0 +1,282 @@
+"""Drafts from what the model was thinking: a small head reads its hidden states (EAGLE-3, MTP).
+
+A model's hidden states hold more of the next tokens than its last one shows. So a head of one layer
+reads them: from three of the model's layers, as trained, side by side (Li et al. 2025, "EAGLE-3").
+At position t it sees the model's states there and the token behind, and guesses the one after:
+
+    position           0     1     2     3         the model has computed 0..3, and sampled x4
+    model's states    h0    h1    h2    h3  ┐
+    token behind      x1    x2    x3    x4  ┴──► head ──► g3 ──► d5   the first draft
+                                          its own:  g3, d5 ──► g4 ──► d6   the second
+
+The head is network 1 of the engine, with one more KV layer in the same blocks, so chunks, prefix
+hits and preemption need no case of their own. It is run when the next step is planned, once for all
+tokens that the last step has computed, and then once for each further draft. Some checkpoints bring
+such a head for themselves (`OwnHead`; of transformers' networks: hidden_drafts_foreign.py).
+
+Invariant: no token changes, as with any drafts (speculative.py). Known limits: heads of one layer;
+in a block that others find, the last token's KV saw the token that was behind it then, so a draft
+there may be worse; no CUDA graphs. Not known here: how drafts are checked. Road not taken: trees.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nanoserve.batch import Batch
+from nanoserve.checkpoint.hub import find_model
+from nanoserve.checkpoint.loader import Tensors, load_dummy_weights, load_weights, stored_tensors
+from nanoserve.checkpoint.model_config import ModelConfig, read_json
+from nanoserve.config import EngineConfig
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
+from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
+from nanoserve.model_runner import ModelRunner
+from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.drafts.guessers import UNKNOWN, Guesser, write_drafts
+from nanoserve_extras.drafts.hidden_taps import Head, LastTap, LayerTaps, States
+
+HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3LLamaForCausalLM")
+VARIANTS = ("fc_norm", "norm_before_fc", "norm_output")  # of heads, which are not known here
+OWN = "model.mtp_layers.0."  # a checkpoint's own head
+OURS = {"MiMoForCausalLM": "num_nextn_predict_layers"}  # and what says how many layers it has
+FOREIGN = {"Qwen3_5ForCausalLM": "mtp_num_hidden_layers",
+           "Qwen3_5ForConditionalGeneration": "mtp_num_hidden_layers"}
+BLOCK = r"^(?=self_attn|mlp|input_layernorm|post_attention_layernorm)"  # what a layer has in it
+
+
+# -------------------------------------------------------------------- the head
+
+
+class HeadLayer(nn.Module):
+    """A decoder's layer whose attention reads two vectors side by side."""
+
+    def __init__(self, config: ModelConfig, on: Placement, norms_first: bool):
+        super().__init__()
+        self.norms_first = norms_first
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps, on) for _ in range(3))
+        self.self_attn = Attention(config, 0, on)
+        self.self_attn.qkv_proj = on.linear(2 * config.hidden_size,
+                                            self.self_attn.qkv_proj.matrices, config.qkv_bias, on)
+        self.mlp = MLP(config, on)
+
+    def forward(self, embedded: States, states: States, angles: Pair, kv: Pair, batch: Batch,
+                wanted: torch.Tensor) -> States:
+        normed = self.hidden_norm(states)
+        residual = normed if self.norms_first else states
+        both = torch.cat((self.input_layernorm(embedded), normed), -1)
+        attended = self.self_attn(both, angles, kv, batch, wanted)
+        normed, residual = self.post_attention_layernorm.add(attended, residual[wanted])
+        return self.mlp(normed) + residual
+
+
+class EagleHead(Head):
+    """Names are the checkpoints'. model: whose states it reads."""
+
+    def __init__(self, entries: dict, num_rows: int, model: ModelConfig, on: Placement):
+        # Its layer is Llama's, whatever the model is.
+        config = ModelConfig.from_dict(entries | dict(
+            architectures=["LlamaForCausalLM"], tie_word_embeddings=False))
+        super().__init__(config, num_rows, on)
+        self.ranks, self.layers = on.ranks, tapped(entries, model.num_hidden_layers)
+        self.fc = on.linear(len(self.layers) * model.hidden_size, {"fc": config.hidden_size},
+                            False, on)
+        self.midlayer = HeadLayer(config, on, bool(entries.get("norm_before_residual")))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on)
+        self.size = entries.get("draft_vocab_size") or config.vocab_size
+        self.lm_head = on.linear(config.hidden_size, {"lm_head": on.ranks.share(self.size)}, False,
+                                 on)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
+        self.targets = torch.arange(self.size, device=on.device)  # the model's ids of its tokens
+
+    def tap(self, model: Decoder) -> LayerTaps:
+        return LayerTaps(model, self.layers)
+
+    def read(self, states: States) -> States:
+        return self.fc(states)
+
+    def guess(self, embedded: States, states: States, positions: torch.Tensor, kv_cache: KVCache,
+              batch: Batch, wanted: torch.Tensor) -> States:
+        return self.midlayer(embedded, states, self.rotary(positions), kv_cache[0], batch, wanted)
+
+    def compute_logits(self, hidden: States) -> torch.Tensor | None:
+        """Over the model's vocabulary. A head knows the frequent tokens alone."""
+        logits = self.ranks.gather(self.lm_head(self.norm(hidden)), self.size)
+        if logits is None or self.size == self.config.vocab_size:
+            return logits
+        every = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return every.index_copy_(1, self.targets, logits)
+
+    def renamed(self, tensors: Tensors) -> Tensors:
+        """Its tensors by one name; the map of its vocabulary goes to `targets`. The embedding is
+        the model's, of which a head may bring a copy."""
+        for file, name, tensor in tensors:
+            if name == "d2t":  # how much larger the model's id is
+                self.targets += tensor.to(self.targets)
+            elif name != "t2d" and "embed_tokens." not in name:
+                yield file, name.removeprefix("model.").replace("layers.0.", "midlayer."), tensor
+
+
+class OwnHead(Head):
+    """The head that a checkpoint brings for itself, as MiMo has it ("multi-token prediction"): one
+    more decoder layer, which reads the stream behind the last one and ends in the model's LM head.
+    Its second draft reads what the LM head read for the first."""
+
+    def __init__(self, config: ModelConfig, num_rows: int, on: Placement):
+        super().__init__(config, num_rows, on)
+        self.token_layernorm, self.hidden_layernorm, self.final_layernorm = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps, on) for _ in range(3))
+        self.input_proj = on.linear(2 * config.hidden_size, {"input_proj": config.hidden_size},
+                                    False, on)
+        self.block = DecoderLayer(config, 0, on, False)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
+
+    def tap(self, model: Decoder) -> LastTap:
+        return LastTap(model)
+
+    def guess(self, embedded: States, states: States, positions: torch.Tensor, kv_cache: KVCache,
+              batch: Batch, wanted: torch.Tensor) -> States:
+        both = torch.cat((self.hidden_layernorm(states), self.token_layernorm(embedded)), -1)
+        stream = self.block(self.input_proj(both), None, self.rotary(positions), kv_cache[0],
+                            batch, wanted)
+        return self.final_layernorm.add(*stream)[0]
+
+    def renamed(self, tensors: Tensors) -> Tensors:
+        for file, name, tensor in tensors:
+            if name.startswith(OWN):
+                yield file, re.sub(BLOCK, "block.", name.removeprefix(OWN)), tensor
+
+
+def tapped(entries: dict, num_layers: int) -> list[int]:
+    """In front of which layers the model's states are read."""
+    named = entries.get("eagle_config") or entries
+    return sorted(named.get("eagle_aux_hidden_state_layer_ids")
+                  or (2, num_layers // 2, num_layers - 3))
+
+
+def make_head(config: EngineConfig, new: Callable[[Placement], Head], folder: Path,
+              on: Placement) -> Head:
+    """With the weights in a folder: a head's own, or the model's, beside whose layers it lies."""
+    head = new(on=on)
+    if config.load_format == "dummy":
+        load_dummy_weights(head, config.seed)
+    else:
+        load_weights(head, head.config, folder, False,
+                     tensors=head.renamed(stored_tensors(folder, config.load_format)))
+    return head
+
+
+def join_head(make: Callable[[Path, Placement], Head], folder: Path, runner: ModelRunner) -> Head:
+    """On each rank: make it network 1, which reads the states of whatever network is loaded."""
+    head = make(folder, runner.placement)
+    runner.on_load.append(head.join)
+    return head
+
+
+# ----------------------------------------------------------------- who guesses
+
+
+class HiddenGuesser(Guesser):
+    """Drafts by a head that reads the model's hidden states."""
+
+    keys = ("model",)
+
+    @classmethod
+    def prepare(cls, asked: dict, plan: Plan) -> Plan:
+        make = cls.find_head(asked, plan)
+        config = replace(plan.config, enforce_eager=True)  # a graph would pass by the taps
+        return replace(plan, config=config, parts=replace(
+            plan.parts, make_draft=partial(join_head, make, Path(asked["model"]))))
+
+    @staticmethod
+    def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:
+        """What makes it. A head belongs to one model: sizes must be as it was trained."""
+        model = plan.model_config
+        if plan.parts.make_network is not None:
+            raise ValueError("method='eagle3' needs a network of our own, and "
+                             f"{model.architecture} is transformers': leave it out")
+        if asked.get("model") is None:
+            raise ValueError("model is missing: name the folder or hub id of a head that was "
+                             f"trained for {plan.config.model!r}")
+        name = str(asked["model"])
+        folder = find_model(name)
+        asked["model"] = str(folder)
+        entries = read_json(folder / "config.json", required=True)
+        if not set(HEADS).intersection(entries.get("architectures") or ()):
+            raise ValueError(f"model={name!r} is no EAGLE-3 head, by its architectures "
+                             f"{entries.get('architectures')}: choose one of {', '.join(HEADS)}")
+        known = entries | (entries.get("eagle_config") or {})
+        if strange := [key for key in VARIANTS if known.get(key)] or (
+                ["num_hidden_layers"] if known.get("num_hidden_layers", 1) != 1 else []):
+            raise ValueError(f"model={name!r} has {strange[0]}={known[strange[0]]!r}, which is not "
+                             "supported: choose a head of one layer without it")
+        for size, wanted in (("vocab_size", model.vocab_size),
+                             ("target_hidden_size" if "target_hidden_size" in entries else
+                              "hidden_size", model.hidden_size)):
+            if entries.get(size) != wanted:
+                raise ValueError(f"model={name!r} was trained for another model: its {size} is "
+                                 f"{entries.get(size)}, not {wanted}")
+        if strange := set(tapped(entries, model.num_hidden_layers)) - {
+                *range(model.num_hidden_layers)}:
+            raise ValueError(f"model={name!r} reads layer {min(strange)} of "
+                             f"{model.num_hidden_layers}: it was trained for another model")
+        return partial(make_head, plan.config, partial(
+            EagleHead, entries, plan.config.max_num_seqs, model))
+
+    def __init__(self, asked: dict, engine: LLMEngine):
+        self.num_drafts, self.runner = asked["num_speculative_tokens"], engine.runner
+        self.computed: dict[Sequence, int] = {}  # by the last step, from which position on
+
+    def updated(self, step: Step) -> None:
+        self.computed = dict(zip(step.num_new_tokens, step.starts, strict=True))
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """Placeholders, for a sequence whose last hidden state is there: not after a lost step."""
+        return [UNKNOWN] * min(most, self.num_drafts) if seq in self.computed else []
+
+    def fill(self, step: Step) -> None:
+        """The head computes what the model has computed in the last step, so that no position lacks
+        its KV, and then goes on alone. Of a step whose drafts were wrong, the tokens that count."""
+        first = Step(step.index, network=1, shift=1, sampling=[
+            seq for seq, drafts in step.drafts.items() if UNKNOWN in drafts])
+        for seq, start in self.computed.items():
+            if seq.row >= 0 and seq.num_computed_tokens > start:  # it was not preempted
+                first.num_new_tokens[seq] = seq.num_computed_tokens - start
+                first.starts.append(start)
+        self.computed = {}
+        if first.num_new_tokens:
+            first.block_moves, step.block_moves = step.block_moves, []
+            write_drafts(self.runner, step, first)
+
+
+class OwnGuesser(HiddenGuesser):
+    """Drafts by the head that the model's checkpoint brings along."""
+
+    keys = ()
+
+    @staticmethod
+    def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:
+        model, folder = plan.model_config, find_model(plan.config.model)
+        is_ours = plan.parts.make_network is None
+        if (entry := (OURS if is_ours else FOREIGN).get(model.architecture)) is None:
+            raise ValueError(f"method='mtp' reads the heads of {', '.join(OURS | FOREIGN)}, and "
+                             f"not that of {model.architecture}: choose another method")
+        entries = read_json(folder / "config.json")
+        if (entries.get("text_config") or entries).get(entry) != 1:
+            raise ValueError(f"{plan.config.model!r} has no head of one layer of its own, by its "
+                             f"{entry}: choose another method")
+        if model.quantization is not None:
+            raise ValueError("method='mtp' reads no quantised checkpoint: choose another method, "
+                             "or the checkpoint without quantization")
+        asked["model"] = str(folder)
+        if is_ours:
+            return partial(make_head, plan.config, partial(
+                OwnHead, model, plan.config.max_num_seqs))
+        from nanoserve_extras.drafts.hidden_drafts_foreign import make_foreign_head
+        return partial(make_foreign_head, plan.config, model)

@@ -1,0 +1,129 @@
+"""Speculative decoding: guess the next tokens, and let the model check all of them in one step.
+
+A decoding step of one sequence waits for the weights to be read; a few more tokens in it cost next
+to nothing. So a cheap method (guessers.py, hidden_drafts.py) guesses the next tokens, the *drafts*,
+and the model computes them after the newest token in one step (Leviathan et al. 2023; Chen et al.
+2023):
+
+    token_ids   the cat sat on the          drafts   mat   and   the
+    sampled     after each of them                   mat   and   purr  far
+    accepted    "mat and purr": two drafts were right, and `purr` is the model's own token
+
+Invariant: **not one token changes, drawn ones included.** The number that decides a token is a
+function of seed and position (sampler.py), so the model's token at each position is simply drawn,
+and a draft is right if it equals this token (near-ties excepted, as everywhere). Wrong drafts need
+no roll-back: they never counted as computed, and their slots are written again.
+
+Not known here: layers, the sampler, text. Road not taken: rejection sampling, which accepts a draft
+with probability min(1, p/q) and corrects the rest: the same distribution, another text. As our
+drafts are not drawn (q is 1 at one token), it accepts equally often.
+"""
+
+from dataclasses import replace
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend.metrics import Counter, Metric, Vector, say
+from nanoserve.frontend.rules import in_words
+from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.drafts.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser
+from nanoserve_extras.drafts.hidden_drafts import HiddenGuesser, OwnGuesser
+
+GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "suffix": SuffixGuesser,
+                                      "draft_model": ModelGuesser, "eagle3": HiddenGuesser,
+                                      "mtp": OwnGuesser}
+
+
+class Speculation(Extra):
+    """What `LLM(speculative_config=...)` adds: the scheduler asks it for drafts, it fills them in
+    before a step is launched, and it counts the accepted ones.
+
+    Other extras may have proposed a draft, too (structured.py): then the guesser hears nothing of
+    how it fared.
+    """
+
+    def prepare(self, plan: Plan) -> Plan:
+        """With everything in `speculative_config` filled in, and overlap off."""
+        config, asked = plan.config, dict(plan.config.speculative_config)
+        with in_words("speculative_config", ValueError):
+            plan = _choose(config, asked).prepare(asked, plan)
+        say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
+            "guesses a step" + (", which then runs without CUDA graphs"
+                                if config.on_gpu else ""))
+        if config.async_scheduling:
+            say("overlap is off: drafts follow tokens that the host must have seen")
+        return replace(plan, config=replace(plan.config, speculative_config=asked,
+                                            async_scheduling=False))
+
+    def attach(self, engine: LLMEngine) -> None:
+        asked = engine.config.speculative_config
+        self.guesser = GUESSERS[asked["method"]](asked, engine)
+        self.labels = {"model_name": engine.config.model, "engine": "0"}
+        self.num_drafts = self.num_draft_tokens = 0
+        self.num_accepted = [0] * asked["num_speculative_tokens"]  # by their place in the draft
+        self.guessed: set[Sequence] = set()  # whose drafts in the current step are the guesser's
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        drafts = self.guesser.propose(seq, most)
+        if drafts:
+            self.guessed.add(seq)
+        return drafts
+
+    def launching(self, step: Step) -> None:
+        self.guesser.fill(step)
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        self.guesser.updated(step)
+        for seq, drafts in step.drafts.items():
+            if seq not in grown:
+                continue  # it was aborted meanwhile
+            num_right = 0
+            for token_id, draft in zip(grown[seq], drafts, strict=False):
+                if token_id != draft:
+                    break
+                self.num_accepted[num_right] += 1
+                num_right += 1
+            self.num_drafts += 1
+            self.num_draft_tokens += len(drafts)
+            if seq in self.guessed:
+                self.guesser.checked(seq, num_right)
+        self.guessed.clear()
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            self.guesser.forget(seq)
+
+    def counts(self) -> tuple[int, int]:
+        """Drafts until now, and their accepted tokens."""
+        return self.num_drafts, sum(self.num_accepted)
+
+    def metrics(self) -> list[Metric]:
+        """A snapshot in vLLM's names."""
+        counters = dict(num_drafts=self.num_drafts, num_draft_tokens=self.num_draft_tokens,
+                        num_accepted_tokens=sum(self.num_accepted))
+        name = "vllm:spec_decode_{}".format
+        return [*(Counter(name(key), self.labels, value) for key, value in counters.items()),
+                Vector(name("num_accepted_tokens_per_pos"), self.labels, self.num_accepted[:])]
+
+
+def _choose(config: EngineConfig, asked: dict) -> type[Guesser]:
+    """The method that is asked for. Raises `ValueError`, with the remedy, for what none takes."""
+    method = asked.get("method")
+    if config.runner == "pooling":
+        raise ValueError("it has no effect with runner='pooling', where no token follows another: "
+                         "leave it out")
+    if not isinstance(method, str) or method not in GUESSERS:
+        raise ValueError(f"method={method!r} is not supported: choose one of {', '.join(GUESSERS)}")
+    known = ("num_speculative_tokens", *GUESSERS[method].keys)
+    if unknown := [key for key in asked if key not in ("method", *known)]:
+        raise ValueError(f"{', '.join(map(str, unknown))} is nothing that method={method!r} takes: "
+                         f"leave it out, it takes {', '.join(known)}")
+    if asked.get("num_speculative_tokens") is None:
+        raise ValueError("num_speculative_tokens is missing: say how many tokens are to be guessed "
+                         "at a time, 4 for example")
+    for key, value in asked.items():
+        if key not in ("method", "model") and value is not None and (
+                type(value) is not int or value < 1):
+            raise ValueError(f"{key} must be a whole number of at least 1, got {value!r}")
+    return GUESSERS[method]

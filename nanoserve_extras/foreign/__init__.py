@@ -1,0 +1,1 @@
+"""Networks that transformers has: an extra."""

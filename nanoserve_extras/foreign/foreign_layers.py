@@ -1,0 +1,220 @@
+"""What our operators compute of transformers' networks: matrices, RMS norms, gated MLPs.
+
+transformers writes a norm as six torch operators, and each goes through memory anew. So parts of
+a network give way to ours where these compute the same:
+
+    nn.Linear, Conv1D                           Packed: ops.linear, or a product of small weights
+    one vector, one eps                         Norm: ops.rms_norm by the vector, or by 1 + it
+    gate, up and down, or gate_up and down      Gated: Packed ─ ops.act_and_mul ─ Packed
+
+Invariant: **names and classes say nothing, numbers do.** A copy of each part goes through a trial
+in float32, with a weight of the trial's own, or matrices of one number a row (`Picks`), so that no
+sum hides one. Rows are of all sizes: small ones show eps, large ones a clamp. A part that raises or
+gives other numbers stays transformers'. In half precision ours differ by rounding less often. Not
+known here: attention, steps, states. Road not taken: a table of transformers' classes, which each
+version of it would make longer.
+"""
+
+import inspect
+from collections import Counter
+from copy import copy
+from itertools import permutations, product
+from types import ModuleType
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from nanoserve import ops
+from nanoserve.checkpoint.loader import translated
+from nanoserve.frontend.metrics import say
+from nanoserve.layers import Linear, Placement
+from nanoserve.parallel.ranks import Span
+from nanoserve_extras.foreign.foreign_weights import towers_of
+from nanoserve_extras.quantization.int4_linear import Grouped
+
+SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # of a trial's rows
+
+
+class Shape(torch.Tensor):
+    """What is left of a weight that was packed: who multiplies with it elsewhere is told so. A
+    tensor on "meta" would take part in silence, and what it has to say would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function.__name__ not in ("__get__", "size", "dim", "numel", "is_floating_point"):
+            raise ValueError(f"a weight takes part in {function.__name__} outside of its own layer")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Packed(nn.Module):
+    """Matrices of transformers' network with the same input, multiplied by a `Linear` of ours,
+    which may round them. matrices: by name; an LM head's is "lm_head". kept: for each the
+    checkpoint's own 4 bits, of which its weight was made, or None."""
+
+    def __init__(self, matrices: dict[str, nn.Module], on: Placement,
+                 kept: list[Grouped | None]):
+        super().__init__()
+        # GPT-2's are stored transposed.
+        weights = [one.weight.T.contiguous() if type(one) is Conv1D else one.weight.detach()
+                   for one in matrices.values()]
+        rows = dict(zip(matrices, map(len, weights), strict=True))
+        biases = [one.bias for one in matrices.values() if one.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        self.linear = on.linear(weights[0].shape[1], rows, False, on)
+        if any(kept):
+            end = 0
+            for weight, own in zip(weights, kept, strict=True):
+                start, end = end, end + len(weight)
+                self.linear.fill(slice(start, end), Span.whole(len(weight)), own or weight)
+        else:  # one alone is not copied
+            whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+            self.linear.weight = nn.Parameter(whole, requires_grad=False)
+        self.linear.finish_loading()
+        self.weight = torch.empty(sum(rows.values()), weights[0].shape[1], dtype=on.dtype,
+                                  device="meta").as_subclass(Shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear.multiply(x.reshape(-1, x.shape[-1]), self.bias)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class Norm(nn.Module):
+    """By `weight`, or by 1 + `weight` if there is an offset. Some ask for the weight's dtype."""
+
+    def __init__(self, weight: nn.Parameter, offset: int, eps: float, ops: ModuleType):
+        super().__init__()
+        self.weight, self.eps, self.ops = weight, eps, ops
+        self.scale = weight.float() + offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self.ops.rms_norm(rows, self.scale, self.eps).view(x.shape)
+
+
+class Gated(nn.Module):
+    def __init__(self, gate_up: nn.Module, down: nn.Module, activation: str, ops: ModuleType):
+        super().__init__()
+        self.gate_up, self.down, self.activation, self.ops = gate_up, down, activation, ops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.gate_up(x.reshape(-1, x.shape[-1]))
+        out = self.down(self.ops.act_and_mul(both, self.activation))
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+# ------------------------------------------------------------------ the trials
+
+
+class Picks(nn.Module):
+    """In a trial, in the place of a matrix of a shape: each output is twice one of the inputs."""
+
+    def __init__(self, shape: tuple[int, int], first: int):
+        super().__init__()
+        i = torch.arange(shape[0])
+        self.at = (i + i // shape[1] + first) % shape[1]  # each time around, one further
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x.index_select(-1, self.at.to(x.device))  # contiguous, as a product is
+
+
+def agree(part: nn.Module, ours: nn.Module, x: torch.Tensor, noise: float = 0.0) -> bool:
+    """Whether they do in each number, of rows x, (n, size), together and each alone. noise: what
+    rounding may cost where a formula subtracts, as a part of a row's largest number."""
+    try:
+        for rows in (x, *x.split(1)):
+            wanted = ours(rows[None])
+            lost = 1e-5 * wanted.abs() + noise * wanted.abs().amax(-1, keepdim=True)
+            if not ((part(rows[None]) - wanted).abs() <= lost).all():
+                return False
+    except Exception:  # it may want anything that is not here
+        return False
+    return True
+
+
+def our_norm(part: nn.Module, on: Placement) -> Norm | None:
+    """What takes the place of an RMS norm. In some rows of the trial a few numbers are nearly all:
+    normalised, they are as large as can be."""
+    own, numbers = [*part.named_parameters()], [x for x in vars(part).values() if type(x) is float]
+    if [vector.dim() for _, vector in own] == [1] and not [*part.children()]:
+        (name, vector), trial = own[0], copy(part)
+        x = torch.randn(len(SIZES), len(vector), generator=torch.Generator().manual_seed(0))
+        trial._parameters = {name: nn.Parameter((x[0] * 1000 ** x[1]).to(on.device))}
+        x = (SIZES * torch.stack((x, -x, x ** 9))).flatten(0, 1).to(on.device)
+        for eps, offset in product(numbers, (0, 1)):
+            if agree(trial, Norm(trial._parameters[name], offset, eps, on.ops), x):
+                return Norm(vector, offset, eps, on.ops)
+    return None
+
+
+def roles(part: nn.Module, on: Placement) -> tuple[list[str], str, str] | None:
+    """Of a gated MLP the names of what is multiplied with first, one or two matrices with the gate
+    in front; of the last one, behind which the trial sees the whole middle; and the activation."""
+    linear = {name: one for name, one in part.named_children() if type(one) is nn.Linear}
+    others = [name for name, _ in part.named_parameters() if name.rpartition(".")[0] not in linear]
+    if len(linear) not in (2, 3) or others:
+        return None
+    for *first, last in permutations(linear):
+        picks = [Picks(linear[name].weight.shape, i) for i, name in enumerate(first)]
+        if sum(len(one.at) for one in picks) != 2 * linear[last].in_features:
+            continue
+        x = SIZES * torch.randn(len(SIZES), linear[first[0]].in_features,
+                                generator=torch.Generator().manual_seed(0))
+        trial, x = copy(part), torch.cat((x, -x)).to(on.device)
+        down = Picks((linear[last].in_features,) * 2, 1)
+        trial._modules = part._modules | dict(zip((*first, last), (*picks, down), strict=True))
+        for activation in ops.ACTIVATIONS:
+            ours = Gated(lambda x, picks=picks: torch.cat([one(x) for one in picks], -1), down,
+                         activation, on.ops)
+            # gelu_tanh has 1 + tanh(x), which is near 0.
+            if agree(trial, ours, x, noise=1e-5 if activation == "gelu_tanh" else 1e-12):
+                return first, last, activation
+    return None
+
+
+# ----------------------------------------------------------------- the network
+
+
+def take_over(network: nn.Module, on: Placement, kept: dict[str, Grouped],
+              sees: bool = False) -> None:
+    """Put ours in the place of a network's parts, but not of its towers', if it sees. kept: by our
+    names."""
+    head, before = network.get_output_embeddings(), sum(p.nbytes for p in network.parameters())
+    towers = towers_of(network) if sees else ()
+
+    def packed(path: str, above: nn.Module, *names: str) -> Packed:
+        found = {name: getattr(above, name) for name in names}
+        own = {name: kept.get(translated(f"{path}.{name}.weight".lstrip("."))) for name in names}
+        return Packed({"lm_head" if one is head else name: one for name, one in found.items()},
+                      on, [*own.values()])
+
+    for path, module in network.named_modules():  # no list: what was replaced must be freed
+        for name, child in module.named_children():
+            if child in towers:
+                continue
+            if type(child) in (nn.Linear, Conv1D):
+                setattr(module, name, packed(path, module, name))
+            elif len(inspect.signature(child.forward).parameters) != 1:
+                continue
+            elif norm := our_norm(child, on):
+                setattr(module, name, norm)
+            elif found := roles(child, on):
+                first, last, activation = found
+                below = f"{path}.{name}"
+                setattr(module, name, Gated(packed(below, child, *first),
+                                            packed(below, child, last), activation, on.ops))
+    if on.linear is not Linear:
+        say_what_stays(network, before)
+
+
+def say_what_stays(network: nn.Module, before: int) -> None:
+    """What no `Packed` multiplies with keeps its dtype: embeddings, and experts, which transformers
+    has as one parameter for all of a layer. before: the bytes of all weights."""
+    stays: Counter[str] = Counter()
+    for module in network.modules():
+        stays[type(module).__name__] += sum(
+            p.nbytes for p in module.parameters(recurse=False) if not p.is_meta)
+    largest = ", ".join(f"{name} {size / before:.0%}" for name, size in stays.most_common(3)
+                        if size >= before / 200)
+    say(f"{stays.total() / before:.0%} of the weights' bytes stay as they are ({largest}), the "
+        "rest is rounded")

@@ -1,0 +1,182 @@
+"""The weights of transformers' networks: from a checkpoint's files, or made up; towers left out.
+
+    files ─ towers left out ─ a quantised matrix assembled ─► names and tensors
+      └─► transformers' `from_pretrained`: it knows each class's names, old ones included
+
+transformers makes up what is missing, with a warning, and passes over what it doesn't know: fluent
+text from random weights. So what it says of the names is read here, and is an error.
+
+A *wrapping* (`...ForConditionalGeneration`) holds a text network and towers for images or sound.
+The class that config.json names runs, since only its own `forward` says what it does behind its LM
+head; but its towers are taken out: all that is neither the text network that `get_decoder` finds,
+nor above it, nor the head.
+
+    network ─┬─ model ─┬─ language_model, and lm_head     filled from the files
+             │         └─ vision_tower, projector         one number in place of each tensor while
+             └─ lm_head                                   weights are filled in, then nothing
+
+Invariant: every parameter comes from the files exactly once; a parameter of two names has two equal
+tensors; towers' tensors are neither read nor missed. Not known here: attention, steps. Road not
+taken: to fill the network tensor by tensor, which would repeat each class's renamed weights.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from nanoserve.checkpoint.loader import (
+    Tensors,
+    adds_nothing,
+    stored_tensors,
+    text_alone,
+    translated,
+)
+from nanoserve.checkpoint.wrappings import check_names
+from nanoserve.config import EngineConfig
+from nanoserve.frontend.rules import in_words
+from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
+from nanoserve_extras.quantization.int4_linear import Grouped
+
+
+def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrainedConfig,
+         folder: Path, dtype: torch.dtype, tensors: Tensors | None = None, passed_over: str = "$^",
+         left_out: list[int] | None = None, assemble: Callable[[Tensors], Tensors] | None = None,
+         kept: dict[str, Grouped] | None = None, has_towers: bool = False) -> nn.Module:
+    """The network with its weights; made up with load_format="dummy", if no `tensors` are given.
+
+    transformers makes up what is missing, with a warning. Here that is an error, and so are
+    tensors that are left over or come twice. tensors: in the place of those in the files.
+    passed_over: a pattern of names that nobody needs, there or not. left_out: of a wrapping, takes
+    the sizes of its towers' tensors; None to fill towers, if it has_towers. assemble: makes weights
+    of a quantised checkpoint's tensors; those that stay in 4 bits are also put into `kept`.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    if tensors is None and asked.load_format == "dummy":
+        return made_up(asked.seed, model_class, hf_config, dtype, left_out is not None)
+    if tensors is None:
+        check_names(folder, model_class.__name__, has_towers or left_out is not None)
+        tensors = stored_tensors(folder, asked.load_format, show_progress=True)
+    tensors = tensors if left_out is None else text_alone(tensors, left_out)
+    for file, name, tensor in assemble(tensors) if assemble else tensors:
+        if name in stored:
+            raise ValueError(f"{file}: the tensor {name} comes twice")
+        if isinstance(tensor, Grouped):
+            kept[translated(name)], tensor = tensor, tensor[:]
+        stored[name] = tensor.to(dtype) if assemble else tensor
+    with in_words(f"{folder}: the weights do not match config.json"):  # in their shapes, say
+        network, found = make_network(model_class, hf_config, stored, dtype, left_out is not None)
+    for what, names in found.items():
+        if names := [name for name in map(str, names) if not re.search(passed_over, name)
+                     and not (assemble and name in stored and adds_nothing(name, stored[name]))]:
+            words = what.replace("_keys", " tensors").replace("_", " ")
+            raise ValueError(f"{folder}: {words} for {model_class.__name__}: "
+                             f"{', '.join(sorted(names)[:5])}")
+    check_weights(network, stored, folder)
+    if assemble and any(type(module) is Conv1D for module in network.modules()):
+        raise ValueError(f"{folder}: quantised weights of {model_class.__name__}, whose matrices "
+                         "are stored transposed, are not supported: use the unquantised checkpoint")
+    return network
+
+
+def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: Path) -> None:
+    """Weights must be plain floats, and tied ones be stored once or twice alike: transformers takes
+    two that differ, and config.json says that they don't."""
+    for name, tensor in stored.items():  # in any dialect of names; some buffers are integers
+        if name.endswith(("weight", "bias")) and tensor.dtype not in CHECKPOINT_DTYPES:
+            raise ValueError(f"{folder}: {name} is {tensor.dtype}: quantised weights are not "
+                             "supported")
+    for name, other in network.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if network.get_parameter_or_buffer(name) is not network.get_parameter_or_buffer(other):
+            raise ValueError(f"{folder}: {name} is not {other}, although config.json says "
+                             "tie_word_embeddings: set that to false, hf_overrides will do")
+
+
+def made_up(seed: int, model_class: type, hf_config: transformers.PreTrainedConfig,
+            dtype: torch.dtype, has_towers: bool) -> nn.Module:
+    """transformers' own random weights. Raises `ValueError` with what its class says of a config, a
+    padding id beyond the vocabulary for one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        said = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # it lists each tensor that is made up
+        try:
+            with in_words("config.json: transformers can't make this network"):
+                return make_network(model_class, hf_config, {}, dtype, has_towers)[0]
+        finally:
+            transformers.logging.set_verbosity(said)
+
+
+# -------------------------------------------------------------------- towers
+
+
+def text_config_of(hf_config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """The sizes of the text network; `hf_config` itself where that is all there is."""
+    return hf_config.get_text_config(decoder=True)
+
+
+def text_class(model_class: type, hf_config: transformers.PreTrainedConfig,
+               ) -> tuple[type, transformers.PreTrainedConfig]:
+    """The class to run, and its config. Gemma 3n's wrapping embeds the tokens of images in each
+    step, and its tower needs another package (timm): its class for text alone takes its place.
+    Gemma 4 lets the tokens of an image see each other, and a text has none."""
+    text = text_config_of(hf_config)
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = None
+    if hf_config.model_type != "gemma3n":
+        return model_class, hf_config
+    text.dtype = text.dtype or hf_config.dtype
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(text)], text
+
+
+def outside_of_text(network: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Each tower as (the module above it, its name there); towers may be single parameters."""
+    text, head = network.get_decoder(), network.get_output_embeddings()
+    [path] = [path for path, module in network.named_modules() if module is text]
+    above = network
+    for step in path.split("."):
+        for name, child in above.named_children():
+            if name != step and child is not head:
+                yield above, name
+        for name, _ in above.named_parameters(recurse=False):
+            yield above, name
+        above = getattr(above, step)
+
+
+def towers_of(network: nn.Module) -> set[nn.Module]:
+    """All modules within towers."""
+    return {part for above, name in outside_of_text(network) if name in above._modules
+            for part in getattr(above, name).modules()}
+
+
+def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
+                 stored: dict[str, torch.Tensor], dtype: torch.dtype,
+                 has_towers: bool) -> tuple[nn.Module, dict]:
+    """transformers' network with the stored weights, and what it says was missing or left over. In
+    a wrapping, towers get stand-ins: else transformers would draw random weights for them."""
+    towers = stand_ins(model_class, hf_config, dtype) if has_towers else {}
+    network, found = model_class.from_pretrained(
+        None, config=hf_config, state_dict=stored | towers, dtype=dtype, output_loading_info=True)
+    if has_towers:
+        drop_towers(network)
+    return network, found
+
+
+def stand_ins(model_class: type, hf_config: transformers.PreTrainedConfig,
+              dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All that lies in towers, by transformers' names: each tensor is one number, seen often."""
+    with torch.device("meta"):
+        network = model_class(hf_config)
+    shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    drop_towers(network)
+    return {name: torch.zeros((), dtype=dtype).expand(shapes[name])
+            for name in shapes.keys() - network.state_dict().keys()}
+
+
+def drop_towers(network: nn.Module) -> None:
+    for above, name in [*outside_of_text(network)]:
+        setattr(above, name, None)

@@ -1,0 +1,437 @@
+"""Any other architecture: the network is transformers', everything around it stays ours.
+
+transformers 5 lets the attention of its models be replaced by name (`AttentionInterface`). More
+than a hundred causal models then hand each layer's queries, keys and values to a function of ours:
+
+    embedding, projections, norms, RoPE, MLP, LM head        transformers' modules, a batch of 1
+      └─ q, k, v of layer i ─► attend ─► norm_rope_store (no norm, angle 0) ─► the cache of layer i
+                                  └────► paged_attention, with the window of layer i ─► back
+
+Tokens of all rows are one sequence for the module, (1, num_tokens), each with its position. What a
+layer needs beside q, k and v is a keyword argument that these models hand down, not a global.
+
+Invariant: **what would be computed differently is refused, by name and with the reason.** `attend`
+names its arguments and raises on any other (a trial that swallowed gpt-oss's attention sinks wrote
+wrong text in silence). A `Probe` at load runs a few tokens twice, in two orders. It shows that
+attention is called once in each layer; that its mask is causal, or a sliding window, which is read
+from the mask and not from config.json; and that tokens depend on each other through attention only,
+by their positions. (In recurrent.py, which builds on this file, each row has a state of its own.)
+
+Known limits: one rank, no CUDA graphs; blocks behind a window are kept. Not known here: requests,
+the queue. Road not taken: files of models in here, as in larger engines; `model.py` is to be read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from nanoserve.batch import Batch
+from nanoserve.checkpoint.loader import Tensors
+from nanoserve.checkpoint.model_config import ENDINGS, ModelConfig, read_dtype
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.config import EngineConfig
+from nanoserve.device.memory import return_freed_memory
+from nanoserve.layers import Placement
+from nanoserve.model import KVCache, Pair, fit_8_bits
+from nanoserve.sequence import visible
+from nanoserve_extras.foreign.foreign_layers import take_over
+from nanoserve_extras.foreign.foreign_weights import fill, text_config_of
+from nanoserve_extras.foreign.latent import keep_latents
+from nanoserve_extras.quantization.int4_linear import Grouped
+
+PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
+# What layers do in the place of attention, and how configs call such layers.
+STATES = ("linear_attention", "hybrid", "mamba", "recurrent", "conv")
+STRANGE = {"attend within chunks": ("chunked_attention",),
+           "attend to a few keys that they choose (sparse attention)": (
+               "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention")}
+UNATTENDED = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")  # configs of states alone
+MASK_LENGTH = 4096  # a mask that is causal up to here is taken to be causal
+
+
+# ----------------------------------------------------------------- attention
+
+
+def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+           attention_mask: object, *, nanoserve: object = None, scaling: float | None = None,
+           sliding_window: int | None = None, softcap: float | None = None,
+           is_causal: bool | None = None, dropout: float = 0.0,
+           position_ids: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
+           **others) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each layer; `nanoserve` is what `forward` handed down.
+
+    query: (1, heads, num_tokens, head_dim); key and value with their own number of heads. Returns
+    (1, num_tokens, heads, head_dim). s_aux: sinks, (heads,). Raises `ValueError` for whatever it
+    doesn't know; None and False mean "not used". Positions are in q and k already, and nothing is
+    dropped out.
+    """
+    strange = [name for name, given in others.items() if given is not None and given is not False]
+    if strange:
+        raise ValueError(f"its attention is given {', '.join(strange)}, which we don't compute")
+    if nanoserve is None:
+        raise ValueError("keyword arguments don't reach its attention")
+    looks_ahead = is_causal is False or not getattr(module, "is_causal", True)
+    if looks_ahead != nanoserve.looks_ahead:
+        raise ValueError("its attention looks ahead" if looks_ahead else (
+            f"its attention is causal, and to pool our own decoder's names end in {ENDINGS}"))
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise ValueError(f"its attention is given s_aux of {tuple(s_aux.shape)}, not one for each "
+                         f"of {query.shape[1]} heads")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    latent = getattr(module, "latent", None)
+    out = nanoserve.attend(getattr(module, "layer_idx", None),
+                           latent.absorb(query) if latent else query, key, value, attention_mask,
+                           scale, sliding_window, softcap, s_aux)
+    return latent.expand(out) if latent else out, None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a model under a `Probe` gets in the place of a mask, and hands to its layers."""
+
+    window: int | None = None  # how many keys a query sees, its own included; None: all before it
+    looks_ahead: bool = False  # then the window is how many keys it sees on either side
+    known: bool = True  # False: it is neither causal nor a sliding window nor symmetric
+
+
+def describe_mask(mask_function: Callable, local_size: int | None = None, **unused) -> Mask:
+    """transformers asks for a mask; a function says whether a query sees a key. local_size: of a
+    window, or of what else is local. With 13, queries 12, 13 and 26 see keys 0..12, 1..13, 14..26.
+
+    Attention in chunks or a prefix that sees itself is not known. A model may make a mask and hand
+    it to no layer: Qwen2-MoE without windows makes one for a window of 0.
+    """
+    size = 2 * local_size if local_size else MASK_LENGTH
+    half = size // 2
+    queries = torch.tensor([0, 1, half - 1, half, half + 1, size, 2 * size])[:, None]
+    keys = torch.arange(2 * size + 1)[None]
+    zero = torch.tensor(0)  # of the batch, and of the heads
+    seen = mask_function(zero, zero, queries, keys).expand(len(queries), keys.shape[1])
+    ahead = int(seen[5, size + 1:].sum())  # of the query in the middle, at `size`
+    if ahead:
+        expected = (keys - queries).abs() <= (2 * size if ahead == size else ahead)
+        found = Mask(None if ahead == size else ahead, looks_ahead=True)
+    else:
+        expected = visible(queries, keys, local_size or None)
+        found = Mask(local_size)
+    return found if torch.equal(seen, expected) else Mask(known=False)
+
+
+@dataclass
+class Probe:
+    """Used at load in place of `Pages`. Its attention returns each token's own value, so that
+    tokens could influence each other only outside of attention."""
+
+    layers: dict[int, tuple] = field(default_factory=dict)  # q, k, v and the window, as called
+    looks_ahead: bool = False
+
+    def attend(self, layer: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+               mask: object, scale: float, window: int | None, softcap: float | None,
+               sinks: torch.Tensor | None) -> torch.Tensor:
+        layer = len(self.layers) if layer is None else layer
+        if layer in self.layers:
+            raise ValueError(f"attention is called more than once in layer {layer}")
+        if not isinstance(mask, Mask):
+            raise ValueError(f"it makes a mask of its own, which is {type(mask).__name__}")
+        if not mask.known or mask.looks_ahead != self.looks_ahead:
+            raise ValueError("its mask is neither causal nor a sliding window")
+        if window not in (None, mask.window) and not self.looks_ahead:
+            raise ValueError(f"in layer {layer} the call names a window of {window} and the mask "
+                             f"has {mask.window}")
+        if q.shape[3] % 2 or k.shape[3] != q.shape[3] or v.shape[3] > k.shape[3]:
+            raise ValueError(f"heads in q, k and v of {q.shape[3]}, {k.shape[3]} and {v.shape[3]} "
+                             "numbers: they must be even, q's like k's, v's at most as large")
+        self.layers[layer] = q, k, v, mask.window
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2).contiguous()
+
+
+@dataclass
+class Pages:
+    """One step's cache and batch, as attention needs them in every layer that attends."""
+
+    layers: dict[int, tuple[Pair, int | None]]  # its part of the KV cache, and its window
+    batch: Batch
+    on: Placement
+    looks_ahead: bool = False
+    angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object,
+               scale: float, window: int | None, softcap: float | None,
+               sinks: torch.Tensor | None) -> torch.Tensor:
+        """Store k and v, and look q up. Normalising and turning is done: no weights, angle 0."""
+        if mask is not None:
+            raise ValueError(f"layer {layer} makes a mask of its own")
+        num_tokens, size, v_size = q.shape[2], q.shape[3], v.shape[3]
+        cache, window = self.layers[layer]  # which is the mask's: the call need not name it
+        if size not in self.angles:
+            angles = q.new_zeros(num_tokens, size, dtype=torch.float32)
+            self.angles[size] = angles.cos(), angles  # ones and zeros, which change no bit
+        # Values may be narrower than keys; the cache has one size for both. (n, heads, head_dim)
+        qkv = torch.cat([x[0].transpose(0, 1) for x in (q, k, F.pad(v, (0, size - v_size)))], 1)
+        q_stored = self.on.ops.norm_rope_store(
+            qkv.to(self.on.dtype).contiguous(), None, None, 0.0, *self.angles[size],
+            *cache, self.batch.slot_mapping)
+        out = self.on.ops.paged_attention(q_stored, *cache, self.batch, scale, window, softcap,
+                                          None if sinks is None else sinks.float())
+        return out[None, :, :, :v_size].to(q.dtype).contiguous()
+
+
+transformers.AttentionInterface.register(PAGED, attend)  # without a mask: none is made in steps
+transformers.AttentionInterface.register(PROBED, attend)
+transformers.AttentionMaskInterface.register(PROBED, describe_mask)
+
+
+# --------------------------------------------------------------- the network
+
+
+class TransformersModel(nn.Module):
+    """In the place of `model.Decoder`: token ids to logits, by transformers' network.
+
+    What `forward` returns are logits: what a class does behind its LM head (Cohere and Granite
+    scale, others squeeze) is in its own `forward` only, so all of that is run.
+    """
+
+    looks_ahead = False
+    most_rows = 2 ** 31
+
+    def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
+                 left_out: int = 0, kept: dict[str, Grouped] | None = None):
+        super().__init__()
+        if on.device.type == "cpu":
+            keep_latents(network)
+        take_over(network, on, kept or {}, config.sees)
+        return_freed_memory()
+        self.config, self.on, self.layers, self.left_out = config, on, network, left_out
+        # A few classes make the logits of all tokens: MiniCPM-V's.
+        self.chooses = "logits_to_keep" in signature(network.forward).parameters
+        probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
+        self.attending = list(probed)  # layers; all of them, but for hybrids
+        self.windows = [window for *_, window in probed.values()]
+        self.kv_shapes = [(k.shape[1], k.shape[3]) for _, k, _, _ in probed.values()]
+        self.wide = [i for i, (_, k, v, _) in enumerate(probed.values())
+                     if not all(fit_8_bits(one[0].transpose(0, 1)) for one in (k, v))]
+        self.set_attention(PAGED)
+
+    def set_attention(self, name: str) -> None:
+        """Of a wrapping, in its text part alone: a tower that is there keeps its own attention."""
+        whole = not (self.config.has_towers or self.config.sees)
+        (self.layers if whole else self.layers.get_decoder()).set_attn_implementation(name)
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
+        """input_ids, positions: (num_tokens,); wanted: (k,). Returns logits, (k, vocab_size)."""
+        return self.run(input_ids, positions, wanted, self.pages(kv_cache, batch))
+
+    def pages(self, kv_cache: KVCache, batch: Batch) -> Pages:
+        by_layer = dict(zip(self.attending, zip(kv_cache, self.windows, strict=False), strict=True))
+        return Pages(by_layer, batch, self.on)
+
+    def too_wide(self) -> list[int]:
+        return self.wide
+
+    def compute_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Nothing to do: `forward` has returned logits."""
+        return logits
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor,
+            pages: Pages | Probe, **options) -> torch.Tensor:
+        counted = None if positions is None else positions.long()[None]
+        if self.chooses:
+            options["logits_to_keep"] = wanted
+        out = self.layers(input_ids=ids.long()[None], position_ids=counted, use_cache=False,
+                          nanoserve=pages, **options)
+        return (out.logits[0] if self.chooses else out.logits[0, wanted]).contiguous()
+
+    def probe(self, width: int) -> dict[int, tuple]:
+        """Each attending layer's q, k, v and window. width: of what comes out for a token. Raises
+        `ValueError` for a network that can't be run in one row with others, saying why."""
+        try:
+            self.set_attention(PROBED)
+            return self._probe(width)
+        except Exception as error:  # a model may stumble over anything that is not as usual
+            reason = str(error) if isinstance(error, ValueError) else (
+                f"a trial run ended with {type(error).__name__}: {error}")
+            raise refusal(self.config.architecture, reason) from error
+
+    @torch.inference_mode()
+    def _probe(self, width: int) -> dict[int, tuple]:
+        """Up to four tokens in two orders, the last possible position among them. A token's numbers
+        must be the same in both: then neither its neighbours nor its index in the row matter. Left
+        to count positions by itself, the class must begin at 0 as we do (Kosmos-2.5's at 2)."""
+        last = self.config.max_position_embeddings - 1
+        positions = torch.tensor(sorted({0, min(1, last), min(2, last), last}),
+                                 device=self.on.device)
+        ids = torch.arange(len(positions), device=self.on.device) % self.config.vocab_size
+        order = positions.argsort(descending=True)
+        first, layers = self.watch(ids, positions, width)
+        second, _ = self.watch(ids[order], positions[order], width)
+        if not self.are_close([one.index_select(-2, order) for one in first], second):
+            raise ValueError("its tokens know of each other's order without attention (a "
+                             "convolution, a state, or positions that are counted and not read)")
+        if not self.looks_ahead:
+            counted = torch.arange(len(ids), device=self.on.device)
+            text = text_config_of(self.layers.config)
+            ids.fill_(0 if getattr(text, "pad_token_id", None) else 1)  # not padding
+            if not self.are_close(self.watch(ids, counted, width)[0],
+                                  self.watch(ids, None, width)[0]):
+                raise ValueError("its positions do not begin at 0")
+        return layers
+
+    def watch(self, ids: torch.Tensor, positions: torch.Tensor | None,
+              width: int) -> tuple[list[torch.Tensor], dict[int, tuple]]:
+        """What comes out, and each layer's q, k and v, all (..., num_tokens, size); the layers as
+        `Probe` has them. positions: None for those that the class counts by itself. Raises
+        `ValueError` unless each layer attends; where some keep states, one of them at least."""
+        probe = Probe(looks_ahead=self.looks_ahead)
+        everyone = torch.arange(len(ids), device=ids.device)
+        out = self.run(ids, positions, everyone, probe,
+                       attention_mask=torch.ones(1, len(ids), device=ids.device))
+        num_layers = self.config.num_hidden_layers
+        silent = [str(i) for i in range(num_layers) if i not in probe.layers]
+        if silent and (not self.config.keeps_states or len(silent) == num_layers):
+            raise ValueError(f"attention is not called in layer {', '.join(silent[:5])}"
+                             f"{' ...' if len(silent) > 5 else ''} of {num_layers}")
+        if len(probe.layers) > num_layers:
+            raise ValueError(f"attention is called in {len(probe.layers)} layers, not in "
+                             f"{num_layers}")
+        if out.shape != (len(ids), width):
+            raise ValueError(f"it returns {tuple(out.shape)} for {len(ids)} of {width}")
+        layers = dict(sorted(probe.layers.items()))
+        return [out, *(one for layer in layers.values() for one in layer[:3])], layers
+
+    def are_close(self, ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        tolerance = torch.finfo(self.on.dtype).eps ** 0.5
+        return all((one - other).norm() <= tolerance * one.norm()
+                   for one, other in zip(ones, others, strict=True))
+
+
+# ------------------------------------------------------- reading a checkpoint
+
+
+def refusal(architecture: str, reason: str) -> ValueError:
+    return ValueError(f"the architecture {architecture} is not supported: {reason}. Use a "
+                      "checkpoint of another family (docs/models.md), or transformers itself")
+
+
+def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> type:
+    """The class that config.json names. It must be causal, and let its attention be replaced."""
+    if hf_config.is_encoder_decoder:
+        raise refusal(architecture, "it is an encoder-decoder, and text is generated by decoders "
+                                    "alone here")
+    known: list = []
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+                    transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        found = mapping.get(type(hf_config), ())
+        known += found if isinstance(found, tuple) else (found,)
+    for model_class in known:
+        # EXAONE 3 is Llama's network under a name of its own, which its files have.
+        is_copy = len(known) == 1 and model_class.config_class is not type(hf_config)
+        if model_class.__name__ == architecture or (
+                is_copy and architecture.endswith("ForCausalLM")):
+            break
+    else:
+        raise refusal(architecture, f"transformers {transformers.__version__} has no model of that "
+                                    f"name that writes text for {hf_config.model_type!r}")
+    if reason := strange_layers(text_config_of(hf_config)):
+        raise refusal(architecture, reason)
+    recurrent = keeps_states(model_class, text_config_of(hf_config))  # whose classes don't say it
+    if not recurrent and not model_class.is_backend_compatible():
+        raise refusal(architecture, "its class computes attention by itself, and lets nobody take "
+                                    "its place")
+    return model_class
+
+
+def strange_layers(hf_config: transformers.PreTrainedConfig) -> str:
+    """What is in the place of attention, in words; "" if nothing is. The probe finds it as well,
+    once weights are read, and only sees that something is not as usual."""
+    kinds = getattr(hf_config, "layer_types", None) or []
+    if hf_config.model_type in UNATTENDED:
+        return "its layers keep a recurrent state and none attends; such networks are not served"
+    for words, names in STRANGE.items():
+        if count := sum(kind in names for kind in kinds):
+            which = "its layers" if count == len(kinds) else f"{count} of its {len(kinds)} layers"
+            return f"{which} {words}; such layers are not served yet"
+    if getattr(hf_config, "attn_temperature_tuning", False) and 0 in hf_config.no_rope_layers:
+        return "its layers without RoPE scale q by positions that they count, from the first row on"
+    return ""
+
+
+def keeps_states(model_class: type, hf_config: transformers.PreTrainedConfig) -> bool:
+    """Whether some layers keep a state of their own: recurrent/recurrent.py."""
+    kinds = getattr(hf_config, "layer_types", None) or ["hybrid"]
+    return bool({"linear_attention", "conv"}.intersection(kinds)) or (
+        getattr(model_class, "_is_stateful", False) and not set(STATES).isdisjoint(kinds))
+
+
+def describe(architecture: str, outer: transformers.PreTrainedConfig,
+             sees: bool = False) -> ModelConfig:
+    """The sizes, of a wrapping those of its text network, but dtype and whether the head is the
+    embedding. Other fields are neutral, since the network knows them. Windows are left out, so
+    blocks behind them are kept. The MLP is guessed for the roofline, which counts three matrices:
+    two of 4 times the hidden size (OPT, GPT-2) have as many numbers as three of 8/3 times."""
+    hf_config = text_config_of(outer)
+
+    def size(name: str, default: int | None = None) -> int:
+        try:
+            value = getattr(hf_config, name, None) or default
+        except RuntimeError:  # it differs by layer (Gemma 4), and only the probe can tell
+            value = default
+        if value is None:
+            raise refusal(architecture, f"its config has no {name}, as decoders of text have")
+        if type(value) is not int or value < 1:
+            raise ValueError(f"config.json: {name} must be a whole number of at least 1, got "
+                             f"{value!r}: hf_overrides can say it")
+        return value
+
+    heads, hidden, layers = (size(name) for name in (
+        "num_attention_heads", "hidden_size", "num_hidden_layers"))
+    return ModelConfig(
+        architecture=architecture, has_towers=hf_config is not outer and not sees, sees=sees,
+        vocab_size=size("vocab_size"), hidden_size=hidden,
+        num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", hidden // heads), intermediate_size=8 * hidden // 3,
+        max_position_embeddings=min(size("max_position_embeddings"), *trained_lengths(hf_config)),
+        dtype=read_dtype({"dtype": outer.dtype or hf_config.dtype or "float32"}),
+        eos_token_ids=(), generation_defaults={}, windows=(None,) * layers,
+        tie_word_embeddings=bool(getattr(outer, "tie_word_embeddings", False)),
+        moe_layers=(False,) * layers, rms_norm_eps=0.0, rope=RopeConfig(), activation="",
+        attention_scale=0.0)
+
+
+def trained_lengths(hf_config: transformers.PreTrainedConfig) -> list[int]:
+    """"longrope" has other angles for all positions as soon as one is beyond this length, so that
+    a long text would change those that share its batch. Up to it nothing depends on the others."""
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    return [kind["original_max_position_embeddings"] for kind in kinds
+            if kind.get("rope_type") == "longrope"] or [2 ** 62]
+
+
+# -------------------------------------------------------------------- weights
+
+
+def load(asked: EngineConfig, folder: Path, model_class: type,
+         hf_config: transformers.PreTrainedConfig, config: ModelConfig, on: Placement,
+         make: Callable[..., TransformersModel] = TransformersModel,
+         tensors: Tensors | None = None, trial: bool = False,
+         passed_over: str = "$^") -> TransformersModel | None:
+    """The network with its weights on a device. make: what it becomes. trial: only see whether
+    `tensors` fill it. The others: see `fill`."""
+    left_out: list[int] = []
+    kept: dict[str, Grouped] = {}
+    network = fill(asked, model_class, hf_config, folder, on.dtype, tensors, passed_over,
+                   left_out if config.has_towers else None, config.quantization and partial(
+                       on.assemble, entry=config.quantization), kept, config.sees)
+    if trial:
+        return None
+    network = network.to(on.device, on.dtype).eval().requires_grad_(False)
+    return make(network, config, on, left_out=sum(left_out), kept=kept)

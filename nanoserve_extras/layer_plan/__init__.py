@@ -1,0 +1,1 @@
+"""Layers on other ranks, or on disk: an extra."""

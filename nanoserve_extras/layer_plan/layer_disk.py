@@ -1,0 +1,145 @@
+"""Layers that stay on disk: their packed weights are a mapped file, read while others compute.
+
+A step reads every weight once, in the same order, whatever it computes. So memory for a few layers
+is enough, if the next ones are read in time (Sheng et al. 2023, "FlexGen"):
+
+    layers       0   1   2   3   4   5   6   7          1, 3, 5, 7 on disk: `layer_plan={"disk": 4}`
+    computing    ████████████
+    read ahead           ░░░3░░░                        by a thread, while 1 and 2 compute
+    given back       ◄1 ►                               by `madvise`, when it has computed
+
+They stand as far apart as they can, so that the disk is never idle. A step's time is that of
+reading at least: many rows make it cheap, one row pays all of it. No bit is another.
+
+Invariant: of these layers no weight is anonymous memory, but for one layer at a time while the
+model loads. Whether the system keeps a copy in its page cache is its own business.
+
+The file has no name and vanishes with the engine; confessed: each start packs anew, and writes the
+layers twice (as they came, and packed). Not known here: stages, the queue. Road not taken: to map
+the checkpoint itself, whose layout is not the one that a CPU multiplies with.
+"""
+
+import mmap
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass, replace
+
+import torch
+from torch import nn
+
+from nanoserve.device.build import cache_folder
+from nanoserve.layers import Placement
+from nanoserve_extras.new_weights import new_file, room_for
+
+PAGE = mmap.ALLOCATIONGRANULARITY
+SMALL = 2 ** 16  # bytes; less stays in memory: norms, biases, scales
+FEWER = "layers on disk: give layer_plan fewer of them"
+
+
+def in_file(file, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
+    """A tensor behind what is in the file already, and its mapping, which lives with it. Room is
+    reserved: where a mapped page finds none, the system ends the process without a word."""
+    start = -(-file.seek(0, os.SEEK_END) // PAGE) * PAGE
+    size = torch.empty(shape, dtype=dtype, device="meta").nbytes
+    os.ftruncate(file.fileno(), start + size)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        os.posix_fallocate(file.fileno(), start, size)
+    memory = mmap.mmap(file.fileno(), size, offset=start)
+    return torch.frombuffer(memory, dtype=dtype).view(shape), memory
+
+
+@dataclass(frozen=True)
+class OnDisk(Placement):
+    """For layers whose weights are not to take memory, not even until they are packed."""
+
+    def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        if len(shape) < 2 or not all(shape):
+            return super().weight(*shape, dtype=dtype)
+        with new_file(cache_folder()) as file:
+            tensor, _ = in_file(file, shape, dtype or self.dtype)
+        return nn.Parameter(tensor, requires_grad=False)
+
+
+class Shelf(nn.Module):
+    """The last part of a layer: it moves to the file what the parts before it have packed."""
+
+    def __init__(self, layer: nn.Module, file):
+        super().__init__()
+        self.file, self.maps = file, list[tuple[mmap.mmap, torch.Tensor]]()
+        self.parts = [part for part in layer.modules() if hasattr(part, "packed")]
+
+    def finish_loading(self) -> None:
+        for part in self.parts:
+            part.packed = self.moved(part.packed)
+        self.give_back()
+
+    def moved(self, value):
+        """The same with its large tensors in the file: a tensor, or what consists of some."""
+        if isinstance(value, torch.Tensor) and value.nbytes >= SMALL:
+            with room_for(value.nbytes, FEWER):
+                tensor, memory = in_file(self.file, tuple(value.shape), value.dtype)
+            self.maps.append((memory, tensor))
+            tensor.is_on_disk = True  # for an engine that goes to sleep
+            return tensor.copy_(value)
+        if isinstance(value, tuple):
+            moved = map(self.moved, value)
+            return value._make(moved) if hasattr(value, "_make") else tuple(moved)
+        if is_dataclass(value):
+            return replace(value, **{one.name: self.moved(getattr(value, one.name))
+                                     for one in fields(value)})
+        return value
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.maps)
+
+    def read(self) -> None:
+        """Have the system read all of it, and map each page: torch touches one number of each
+        without holding up Python's other threads."""
+        for memory, tensor in self.maps:
+            memory.madvise(mmap.MADV_WILLNEED)
+            tensor.view(torch.uint8).view(-1)[::PAGE].sum()
+
+    def give_back(self) -> None:
+        for memory, _ in self.maps:
+            memory.madvise(mmap.MADV_DONTNEED)
+
+
+class Disk:
+    """The layers of one rank that are on disk, in their order."""
+
+    def __init__(self) -> None:
+        self.file = new_file(cache_folder())
+        self.shelves: list[Shelf] = []
+        self.reader = ThreadPoolExecutor(1, "nanoserve-layers")  # it ends with the network
+        self.reading: dict[Shelf, Future] = {}
+        self.num_bytes, self.seconds_waited = 0, 0.0
+
+    def take(self, layer: nn.Module) -> None:
+        """A layer more. Nothing here refers to the layer itself: in a circle, a forgotten engine
+        would keep it."""
+        shelf = Shelf(layer, self.file)
+        self.shelves.append(shelf)
+        layer.register_forward_pre_hook(lambda *_: self.begin(shelf))
+        layer.register_forward_hook(lambda *_: self.end(shelf))
+        layer.shelf = shelf  # the last part, so that loaders finish it behind the others
+
+    def begin(self, shelf: Shelf) -> None:
+        """A layer is to compute: wait until it has been read, and read the next one, which after
+        the last is the first."""
+        began = time.perf_counter()
+        self.read(shelf).result()
+        self.seconds_waited += time.perf_counter() - began
+        del self.reading[shelf]
+        self.read(self.shelves[(self.shelves.index(shelf) + 1) % len(self.shelves)])
+
+    def read(self, shelf: Shelf) -> Future:
+        if shelf not in self.reading:
+            self.reading[shelf] = self.reader.submit(shelf.read)
+            self.num_bytes += shelf.num_bytes
+        return self.reading[shelf]
+
+    def end(self, shelf: Shelf) -> None:
+        if shelf not in self.reading:  # the only one stays
+            shelf.give_back()

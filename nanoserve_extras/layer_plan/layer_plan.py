@@ -1,0 +1,347 @@
+"""Where layers are: on several ranks, one part behind the other, or on disk (layer_disk.py).
+
+Here a rank has whole layers, a *stage* (Huang et al. 2019, "GPipe"; Narayanan et al. 2019,
+"PipeDream"), and sends on what the next stage needs, once a step. So a network that is larger than
+one machine's memory runs on two of them, over a plain cable:
+
+    rank 0     ids ─► embed ─► layers 0..9 ─┐             ┌─► norm ─► head ─► sample ─► tokens
+                                            │ stream      │ the stream's rows that sample
+    rank 1                                  └─► 10..18 ─┐ │
+    rank 2                                              └─► 19..27
+
+With `tensor_parallel_size=n` a stage has n ranks; rank i sends to rank i of the next. **The stream
+ends where it began**: rank 0 samples, because requests are there (penalties, grammars, seeds). It
+computes the head, too, so the plan that is made for the user gives it fewer layers. As many steps
+are in flight as there are stages; a sequence samples in one of them (`Scheduler`).
+
+Invariant: **not one bit changes.** Between two layers the residual stream is two terms, and the
+next norm reads nothing but their rounded sum. So the sum alone is sent, and begins a stream.
+
+Not known here: the queue, requests, how a rank's death is noticed (parallel/processes.py). Road not
+taken: to sample on the last stage, which would need each row's rules there, and all it counts.
+"""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from nanoserve.batch import Batch
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
+from nanoserve.layers import Placement
+from nanoserve.model import Decoder, DecoderLayer, KVCache
+from nanoserve.model_runner import ModelRunner
+from nanoserve.parallel.serving import HEAD
+from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.layer_plan.layer_disk import FEWER, Disk, OnDisk
+from nanoserve_extras.new_weights import NewWeights, NoRoom, room_for
+
+DEPLOY = -4  # in the place of a step's first length: the plan that is to be followed comes next
+AT_RANK_0 = ("embed_tokens.", "norm.", "lm_head.")  # tensors that no later stage has
+FEW = 4  # rows that take as long as one: steps in flight don't share them out
+
+
+# ------------------------------------------------------------------- the plan
+
+
+class Place(NamedTuple):
+    """The layers of a stage, and which of them are on disk."""
+
+    layers: range
+    on_disk: tuple[int, ...] = ()
+
+
+def read_plan(config: EngineConfig, model_config: ModelConfig) -> list[Place]:
+    """Where the layers of each stage are. Raises `ValueError` for a plan that can't be followed."""
+    total, asked = model_config.num_hidden_layers, config.layer_plan
+    if asked is None:
+        return places(share_out(model_config, config.num_stages), [0] * config.num_stages)
+    is_one = isinstance(asked, dict)
+    entries = [one if isinstance(one, dict) else {"device": one}
+               for one in ([asked] if is_one else asked)]
+    for entry in entries:
+        if "host" in entry:
+            raise ValueError(f"layer_plan={config.layer_plan!r}: layers in host memory are for "
+                             "GPUs, and no GPU has run them yet: leave 'host' out")
+        if entry.keys() - {"device", "disk"} or not all(
+                type(count) is int and count >= 0 for count in entry.values()):
+            raise ValueError(f"layer_plan={config.layer_plan!r}: an entry is a number of layers, "
+                             "or says how many are where: {'device': 10, 'disk': 4}")
+    if is_one:  # what is left stands in memory
+        entries = [{"device": max(0, total - sum(asked.values()))} | asked]
+    counts = [sum(entry.values()) for entry in entries]
+    if sum(counts) != total or 0 in counts:
+        raise ValueError(f"layer_plan={config.layer_plan!r}: each stage needs a layer, and all "
+                         f"together the {total} that {model_config.architecture} has")
+    if config.pipeline_parallel_size not in (1, len(counts)):
+        raise ValueError(f"layer_plan={config.layer_plan!r} is for {len(counts)} stages, and "
+                         f"pipeline_parallel_size={config.pipeline_parallel_size}: leave one out")
+    return places(counts, [entry.get("disk", 0) for entry in entries])
+
+
+def places(counts: list[int], on_disk: list[int]) -> list[Place]:
+    """By how many layers each stage has, and how many of them are on disk, as far apart as they can
+    be. Example: [8, 9] and [2, 0] are 0..7, of which 3 and 7 are on disk, and 8..16."""
+    found: list[Place] = []
+    for count, some in zip(counts, on_disk, strict=True):
+        start = found[-1].layers.stop if found else 0
+        found.append(Place(range(start, start + count), tuple(
+            start + count * (i + 1) // some - 1 for i in range(some))))
+    return found
+
+
+def share_out(model_config: ModelConfig, stages: int) -> list[int]:
+    """Equal parts, by weights. Rank 0 has fewer layers, because it has the head, too.
+
+    Example: 28 layers and a head as large as 10 of them are 38 on 2 stages: 9 layers, and 19.
+    """
+    total = model_config.num_hidden_layers
+    if stages > total:
+        raise ValueError(f"pipeline_parallel_size={stages}, but there are {total} layers: a stage "
+                         "needs one at least")
+    network = Decoder(model_config, Placement(torch.float32, torch.device("meta")))
+    in_layers = sum(weight.numel() for weight in network.layers.parameters())
+    elsewhere = sum(weight.numel() for weight in network.parameters()) - in_layers
+    first = round((total + elsewhere * total / in_layers) / stages - elsewhere * total / in_layers)
+    first = max(1, min(first, total - stages + 1))
+    rest, others = total - first, stages - 1
+    return [first, *(rest * (i + 1) // others - rest * i // others for i in range(others))]
+
+
+# ------------------------------------------------------------------- a stage
+
+
+@dataclass
+class Builder:
+    """What builds a rank's stage, by the plan as it is now."""
+
+    plan: list[Place]  # of all stages
+    traced: bool  # whether each stage tells rank 0 when it computed
+    coming: deque["Later"] = field(default_factory=deque)  # what rank 0 has not received yet
+
+    def __call__(self, *args) -> "Stage":
+        return Stage(self, *args)
+
+
+class Stage(Decoder):
+    """The layers of one rank; with the embedding, the last norm and the head on rank 0."""
+
+    def __init__(self, made_by: Builder, config: ModelConfig, on: Placement,
+                 expert_parallel: bool = False):
+        world, plan = on.ranks, made_by.plan
+        width = world.size // len(plan)  # ranks of a stage
+        stage = world.rank // width
+        if len(plan) > 1:
+            members = range(stage * width, (stage + 1) * width)
+            on = replace(on, ranks=world.part(f"stage {stage}", members))
+        super().__init__(config, on, expert_parallel, plan[stage].layers)
+        self.world, self.stage, self.width, self.coming = world, stage, width, made_by.coming
+        self.traced = made_by.traced and width == 1
+        self.before, self.behind = ((world.rank + step) % world.size for step in (-width, width))
+        if stage:
+            self.embed_tokens = self.norm = self.lm_head = None
+            self.elsewhere += AT_RANK_0
+        self.dtype, self.is_alone = on.dtype, len(plan) == 1
+        needed = sum(w.nbytes for i in plan[stage].on_disk for w in self.layers[i].parameters())
+        with room_for(needed, FEWER):
+            self.disk = Disk() if plan[stage].on_disk else None
+            for i in plan[stage].on_disk:
+                layer = DecoderLayer(config, i, OnDisk(**vars(on)), expert_parallel)
+                self.layers[i] = layer  # in the place of one whose memory was never touched
+                self.disk.take(layer)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor) -> torch.Tensor | Callable:
+        """`Decoder.forward`, from the embedding to the last norm, on rank 0; or what becomes its
+        step's output later. The other ranks return what stands in for it."""
+        if self.is_alone:
+            return super().forward(input_ids, positions, kv_cache, batch, wanted)
+        number = self.world.number
+        stream = self.receive(len(input_ids), number) if self.stage else self.embed(input_ids)
+        span = [time.time()]
+        hidden, residual = self.through(stream, positions, kv_cache, batch, wanted)
+        stream = hidden + residual
+        span.append(time.time())
+        if len(stream):
+            self.world.send(stream, self.behind)
+        if self.stage and self.traced:
+            self.world.send(torch.tensor(span, dtype=torch.float64), 0)
+        if self.width == 1:
+            return partial(Later, self, len(wanted), number, span)
+        return stream[:len(wanted)] if self.stage else self.norm(self.receive(len(wanted), number))
+
+    def receive(self, num_rows: int, number: int) -> torch.Tensor:
+        stream = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype)
+        return self.world.receive(stream, self.before, number) if num_rows else stream
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return None if self.stage else super().compute_logits(hidden)
+
+
+class Later:
+    """In the place of a step's output: rank 0 receives the hidden states of its `num_rows` when the
+    engine asks for its tokens. finish: makes the output of them. spans: which stage computed from
+    when to when, in seconds since 1970; between hosts as exact as their clocks."""
+
+    def __init__(self, stage: Stage, num_rows: int, number: int, span: list[float],
+                 finish: Callable):
+        self.stage, self.num_rows, self.number, self.finish = stage, num_rows, number, finish
+        self.spans = [(0, *span)]
+        if not stage.stage:
+            stage.coming.append(self)
+
+    def to_host(self) -> "Later":
+        return self
+
+    @torch.inference_mode()
+    def tolist(self) -> tuple[list, dict, list]:
+        """What steps that were lost have sent comes first. Ctrl-C waits: half a tensor is of no
+        use."""
+        stage = self.stage
+        with ctrl_c_held(), stage.world.together():
+            while (one := stage.coming.popleft()) is not self:
+                one.receive()
+            hidden, began = self.receive(), time.time()
+            output = self.finish(stage.norm(hidden))
+            self.failed = output.failed
+            tokens = output.tolist()
+            self.spans.append((0, began, time.time()))
+            return tokens
+
+    def receive(self) -> torch.Tensor:
+        """What the last stage has sent, and when each of the others computed."""
+        hidden, world = self.stage.receive(self.num_rows, self.number), self.stage.world
+        for rank in range(1, world.size) if self.stage.traced else ():
+            span = world.receive(torch.empty(2, dtype=torch.float64), rank, self.number)
+            self.spans.append((rank, *span.tolist()))
+        return hidden
+
+
+class LayerPlan(Extra):
+    """What `LLM(pipeline_parallel_size=n)` or `LLM(layer_plan=...)` adds."""
+
+    plan: list[Place]
+
+    def prepare(self, plan: Plan) -> Plan:
+        config = plan.config
+        if config.model_impl == "transformers":
+            raise ValueError("pipeline_parallel_size and layer_plan do not go together with "
+                             "model_impl='transformers', whose networks run on one rank")
+        self.plan = read_plan(config, plan.model_config)
+        staged = len(self.plan) > 1
+        for option, value in (
+                ("device", config.on_gpu and config.device),
+                ("speculative_config", config.draft_model and config.speculative_config),
+                ("kv_offload_bytes", staged and config.kv_offload_bytes),
+                ("kv_store", staged and config.kv_store),
+                ("runner", staged and config.runner == "pooling" and config.runner),
+                ("async_scheduling", staged and config.async_scheduling
+                 and config.tensor_parallel_size > 1)):
+            if value:
+                raise ValueError(f"{option}={value!r} does not go together with layers elsewhere "
+                                 "(pipeline_parallel_size, layer_plan): leave one of them out")
+        if config.max_wait and not any(place.on_disk for place in self.plan):
+            raise ValueError(f"max_wait={config.max_wait} is for layers on disk: leave it out, or "
+                             "put some there with layer_plan={'disk': n}")
+        return replace(plan, parts=replace(
+            plan.parts, decoder=Builder(self.plan, config.trace is not None),
+            calls=plan.parts.calls | {DEPLOY: rebuild}))
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.engine = weakref.proxy(engine)  # which holds this object
+        self.labels = {"model_name": engine.config.model}
+        self.follow(self.plan)
+
+    def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
+        return share_out_rows(self.engine.scheduler, step, num_new)
+
+    def follow(self, plan: list[Place]) -> None:
+        """Say where the layers are now: 0 to 9 (4 on disk), 10 to 27."""
+        self.plan = plan
+        say("layers: " + ", ".join(
+            f"{layers.start} to {layers.stop - 1}" + f" ({len(on_disk)} on disk)" * bool(on_disk)
+            for layers, on_disk in plan))
+
+    def deploy(self, layer_plan: dict | list) -> None:
+        """Put the layers elsewhere, between two steps, on the ranks that there are. Each request
+        gives its blocks back and is computed anew, so none is lost and no text changes.
+
+        Raises `ValueError`, and changes nothing, for a plan that can't be followed. On one rank a
+        full disk leaves the layers where they were. What else fails later ends the engine.
+        """
+        engine = self.engine
+        with engine.turns:
+            engine.check_ready()
+            runner, blocks, config = engine.runner, engine.scheduler.blocks, engine.config
+            plan = read_plan(replace(config, layer_plan=layer_plan), runner.model_config)
+            if len(plan) != len(self.plan):
+                raise ValueError(f"layer_plan={layer_plan!r} is for {len(plan)} stages, and the "
+                                 f"engine has {len(self.plan)}: make a new LLM")
+            if config.kv_offload_bytes or config.kv_store is not None or config.enable_lora:
+                raise ValueError("deploy() does not go together with kv_offload_bytes, kv_store or "
+                                 "enable_lora")
+            if any(isinstance(one, NewWeights) and one.folder != runner.folder
+                   for one in engine.extras):
+                raise ValueError("deploy() reads the checkpoint again, and this engine has other "
+                                 "weights since update_weights()")
+            runner.synchronize()
+            engine.scheduler.drop_in_flight()
+            for seq in [*engine.scheduler.running]:
+                engine.scheduler.start_anew(seq)
+            blocks.reset_prefix_cache()
+            try:
+                self.rebuild(plan)
+            except NoRoom:
+                if runner.ranks.size == 1:
+                    self.rebuild(self.plan)
+                raise
+            self.follow(plan)
+
+    def rebuild(self, plan: list[Place]) -> None:
+        runner, head = self.engine.runner, torch.zeros(HEAD, dtype=torch.int32)
+        numbers = [DEPLOY, self.engine.scheduler.blocks.num_blocks,
+                   self.engine.config.max_model_len, len(plan),
+                   *(n for one in plan for n in (len(one.layers), len(one.on_disk)))]
+        head[:len(numbers)] = torch.tensor(numbers)
+        with runner.ranks.together():
+            runner.ranks.broadcast_host(head)
+            rebuild(runner, head)
+
+    def metrics(self) -> list[Metric]:
+        """Of rank 0."""
+        disk = self.engine.runner.model and self.engine.runner.model.disk
+        return [] if disk is None else [
+            Counter("nanoserve:layer_bytes_read", self.labels, disk.num_bytes),
+            Gauge("nanoserve:layer_seconds_waited", self.labels, disk.seconds_waited)]
+
+
+def share_out_rows(scheduler: Scheduler, step: Step, num_new: int) -> int:
+    """How many of a prompt's tokens a step computes: none if it has its part of all rows, so that
+    the steps in flight are of one size. The prompt is computed in the next one."""
+    if scheduler.steps_at_once == 1:
+        return num_new
+    total = min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_seqs)
+    most = max(FEW, -(-total // scheduler.steps_at_once))
+    return num_new if len(step.num_new_tokens) < most else 0
+
+
+def rebuild(runner: ModelRunner, head: torch.Tensor) -> None:
+    """On every rank: build the layers that are here now, and a KV cache for them."""
+    _, num_blocks, max_model_len, stages = head[:4].tolist()
+    counts, on_disk = head[4:4 + 2 * stages].view(-1, 2).T.tolist()
+    runner.parts.decoder.plan = places(counts, on_disk)
+    runner.unload(kv_cache=True)
+    with torch.inference_mode():
+        runner.load()
+    runner.start(num_blocks, max_model_len)

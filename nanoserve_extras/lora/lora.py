@@ -1,0 +1,400 @@
+"""LoRA: many small adapters over one model, mixed in one batch.
+
+An adapter (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models") changes a weight
+W by a product of two thin matrices: y = x W^T + scaling * (x A^T) B^T, where A is (rank, inputs)
+and B is (outputs, rank). All loaded adapters stand side by side in one A and one B, and a mask of
+zeros and ones keeps, for each token, the columns of its own adapter:
+
+    x A^T    (tokens, max_loras * rank)   id 1     id 2     id 3
+    mask     a token of adapter 2       [ 0 0 0 0  1 1 1 1  0 0 0 0 ]
+             a token without one        [ 0 0 0 0  0 0 0 0  0 0 0 0 ]    y += ((x A^T) * mask) B^T
+
+So one step serves any mixture. The product is added to the layer's output, however its weight is
+kept, on each rank its part of the sum. Rank 0 reads an adapter, and sends it to all ranks.
+
+**Invariant: an adapter's KV is found by its own requests alone.** A sequence's block keys chain
+from a root, a hash of the adapter's *content*: never of its name, number or path, which may stand
+for other weights later. A hit also compares the root's identity.
+
+Not known here: requests' text, the queue, KV bytes. Confessed: the mask is a hidden input of the
+layers, the only one here; and all columns are computed, with zeros for the other adapters. Road not
+taken: kernels that gather each token's adapter (Punica, S-LoRA), one more function in each twin.
+"""
+
+import hashlib
+import re
+import weakref
+from collections import OrderedDict
+from dataclasses import MISSING, dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from threading import Lock
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+
+from nanoserve.batch import Batch
+from nanoserve.checkpoint.loader import translated
+from nanoserve.checkpoint.model_config import read_json
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend import rules
+from nanoserve.frontend.request import Request
+from nanoserve.frontend.rules import in_words, option
+from nanoserve.layers import Linear, Placement, beside
+from nanoserve.model import Decoder
+from nanoserve.model_runner import ModelRunner
+from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
+from nanoserve.parallel.serving import HEAD
+from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.sequence import CacheEntry, Step
+
+ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.STORE.keep)
+ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # what PEFT writes in front of the names of the model's modules
+# What `adapter_config.json` may ask for beyond this, and the value that asks for nothing.
+REFUSED = {"use_dora": False, "modules_to_save": None, "bias": "none", "lora_bias": False,
+           "fan_in_fan_out": False, "alora_invocation_tokens": None, "target_parameters": None,
+           "layer_replication": None, "trainable_token_indices": None, "use_qalora": False,
+           "use_bdlora": None, "arrow_config": None, "kasa_config": None,
+           "monteclora_config": None}
+# How A and B may have begun. With the other ways (PiSSA, OLoRA, LoftQ ...) training takes something
+# off the model's own weights as well, and PEFT does so again whenever it loads such an adapter.
+BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter that a request uses; the names are vLLM's.
+
+    lora_name and lora_int_id are for the caller and have no effect. lora_path: a folder in PEFT's
+    format. Raises `ValueError` for a wrong field.
+    """
+
+    lora_name: str = option(MISSING, rules.TEXT)
+    lora_int_id: int = option(MISSING, rules.COUNT)
+    lora_path: str = option(MISSING, ADAPTER_FOLDER)
+
+    def __post_init__(self):
+        rules.check_fields(self)
+
+
+@dataclass(eq=False)
+class Adapter:
+    """A loaded adapter. adapter_id: from 1 on. root: parent of its sequences' first blocks."""
+
+    name: str
+    adapter_id: int
+    root: CacheEntry
+    requests: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+
+
+class AdaptedProducts:
+    """What `Linear.adapt` gets: A and B of each of the layer's n matrices, of which this rank has a
+    share. All A see the same inputs, so they are one matrix. Both are packed like any weight,
+    again whenever an adapter is loaded."""
+
+    def __init__(self, adapters: "Adapters", layer: Linear, sees_wanted: bool):
+        # Weak, and no layer: in a circle, a forgotten engine would keep its weights until Python's
+        # garbage collector comes by.
+        self.adapters = weakref.proxy(adapters)
+        self.inputs, self.matrices = layer.inputs, layer.matrices
+        self.sees_wanted = sees_wanted  # behind the last attention only the wanted tokens are left
+        width, self.sizes = adapters.num_columns, [rows.size for rows in layer.matrices.values()]
+        self.a = adapters.zeros(len(layer.matrices), width, layer.inputs.size)
+        self.b = {name: adapters.zeros(rows.size, width) for name, rows in layer.matrices.items()}
+        self.pack()
+
+    def pack(self) -> None:
+        pack = self.adapters.ops.pack
+        self.packed_a = pack(self.a.flatten(0, 1))
+        self.packed_b = [pack(b) for b in self.b.values()]
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        mask, linear = self.adapters.mask(self.sees_wanted), self.adapters.ops.linear
+        if mask is not None:
+            low = linear(x, self.packed_a).unflatten(1, (-1, mask.shape[1])) * mask[:, None]
+            for i, part in enumerate(out.split(self.sizes, 1)):
+                part += linear(low[:, i], self.packed_b[i])  # low: (tokens, n, max_loras * rank)
+        return out
+
+    def fill(self, name: str, columns: slice, low: torch.Tensor | None,
+             high: torch.Tensor | None) -> None:
+        """Set one matrix's A and B in an adapter's columns. None: zeros, no change by it."""
+        a, b = self.a[list(self.b).index(name)][columns], self.b[name][:, columns]
+        a[:], b[:] = 0, 0
+        if low is not None:
+            inputs, rows = self.inputs, self.matrices[name]
+            a[:len(low)] = low[:, inputs.start:inputs.stop]
+            b[:, :len(low)] = high[rows.start:rows.stop]
+
+
+class Adapters:
+    """The adapters of an engine: reads them, gives them ids, and masks them in a step.
+
+    Least recently used ones make room. One that a request needs stays until the request has ended.
+    Only rank 0 is asked by requests; the others get each one's weights from it.
+    """
+
+    def __init__(self, runner: ModelRunner):
+        config, model, device = runner.config, runner.model, runner.device
+        self.max_loras, self.max_rank = config.max_loras, config.max_lora_rank
+        self.num_columns = self.max_loras * self.max_rank
+        self.device, self.dtype, self.ranks = device, runner.dtype, runner.ranks
+        self.ops = runner.ops
+        self.id_of_column = torch.arange(self.num_columns, device=device) // self.max_rank + 1
+        self.loaded: OrderedDict[bytes, Adapter] = OrderedDict()  # by content, oldest use first
+        self.roots: dict[bytes, CacheEntry] = {}  # kept: a block may outlive its adapter
+        self.known: dict[tuple, bytes] = {}  # content of files that have been read
+        self.masks: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.lock = Lock()  # requests are made in any thread
+        self.unsent: dict[int, dict[str, torch.Tensor]] = {}  # by id, what no layer has yet
+        self.products: dict[str, tuple[AdaptedProducts, str]] = {}  # by the checkpoint's name
+        # All that an adapter may name, also in layers that other ranks have (layer_plan.py).
+        everything = Decoder(model.config, Placement(self.dtype, torch.device("meta")))
+        self.changeable = {beside(path, name): (layer, name)
+                           for path, layer in everything.named_modules()
+                           if isinstance(layer, Linear) and path.startswith("layers.")
+                           for name in layer.matrices}
+        self.join(model)
+        runner.on_load.append(self.join)
+
+    def join(self, model: Decoder) -> None:
+        """Have each layer of a network add what adapters change. In one that takes another's place
+        they are those that were loaded before."""
+        last = f"layers.{len(model.layers) - 1}."
+        for path, layer in model.named_modules():
+            if isinstance(layer, Linear) and path.startswith("layers."):
+                names = {beside(path, name): name for name in layer.matrices}
+                known = self.products.get(next(iter(names)))
+                products = known[0] if known else AdaptedProducts(
+                    self, layer, path.startswith(last) and "q_proj" not in layer.matrices)
+                layer.adapt(products)
+                self.products |= {path: (products, name) for path, name in names.items()}
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    # ----------------------------------------------------------------- a step
+
+    def choose(self, batch: Batch, wanted: torch.Tensor) -> None:
+        """Set the masks of a step: for all of its tokens, and for the wanted ones."""
+        self.masks = None
+        if len(batch.adapter_ids):
+            lengths = (batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]).long()
+            ids = batch.adapter_ids.repeat_interleave(lengths, output_size=batch.num_tokens)
+            mask = (ids[:, None] == self.id_of_column).to(self.dtype)
+            self.masks = mask, mask[wanted]
+
+    def mask(self, of_wanted: bool) -> torch.Tensor | None:
+        """(tokens, max_loras * rank); None where no token of the step has an adapter."""
+        return self.masks and self.masks[of_wanted]
+
+    def send(self) -> None:
+        """On rank 0, before a step: send the adapters loaded since the last step to all ranks."""
+        while self.unsent:
+            # One that is lost, or half there, would write another's text.
+            with ctrl_c_held(), self.ranks.together():
+                adapter_id, tensors = self.unsent.popitem()
+                if self.ranks.size > 1:
+                    head = torch.zeros(HEAD, dtype=torch.int32)
+                    head[:2] = torch.tensor([ADAPTER, adapter_id])
+                    self.ranks.broadcast_host(head)
+                    self.ranks.hand_out(save(tensors))
+                self._fill(adapter_id, tensors)
+
+    def receive(self, head: torch.Tensor) -> None:
+        """On another rank: the adapter whose head has been received."""
+        self._fill(int(head[1]), load(bytes(self.ranks.hand_out())))
+
+    def _fill(self, adapter_id: int, tensors: dict[str, torch.Tensor]) -> None:
+        columns = slice((adapter_id - 1) * self.max_rank, adapter_id * self.max_rank)
+        for path, (products, name) in self.products.items():
+            products.fill(name, columns, tensors.get(f"{path}.A"), tensors.get(f"{path}.B"))
+        for products in {products for products, _ in self.products.values()}:
+            products.pack()
+
+    def close(self) -> None:
+        """Whoever holds the engine, and with it `assign`, shall hold no matrices."""
+        self.products, self.unsent, self.masks = {}, {}, None
+
+    # -------------------------------------------------------------- requests
+
+    def assign(self, request: Request) -> None:
+        """Load what the request asks for, if it isn't there yet, and keep it while it is needed.
+
+        Raises `ValueError` for an adapter that can't be used, or when `max_loras` are in use.
+        """
+        asked = request.lora_request
+        if asked is None:
+            return
+        if not isinstance(asked, LoRARequest):
+            raise ValueError(f"lora_request={asked!r:.80} must be a LoRARequest(lora_name, "
+                             "lora_int_id, lora_path)")
+        with self.lock:
+            content = self._content(asked)
+            adapter = self.loaded.get(content) or self._load(content, asked)
+            self.loaded.move_to_end(content)
+            adapter.requests.add(request)
+            request.chain_from(adapter.root, adapter.adapter_id)
+
+    def _content(self, asked: LoRARequest) -> bytes:
+        """A hash of the two files. A file that has not changed is hashed once."""
+        try:
+            files = [Path(asked.lora_path) / name for name in ("adapter_config.json", WEIGHTS)]
+            stats = [file.stat() for file in files]
+            if not all(map(Path.is_file, files)):  # a pipe, which would be waited for
+                raise OSError("one of its files is no regular file")
+            seen = tuple((str(file), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+                         for file, s in zip(files, stats, strict=True))
+            if seen not in self.known:
+                parts = [hashlib.sha256(file.read_bytes()).digest() for file in files]
+                self.known[seen] = hashlib.sha256(b"".join(parts)).digest()
+        except OSError as error:
+            raise ValueError(f"lora_path={str(asked.lora_path)!r}: {error.strerror or error}: it "
+                             f"must be a folder with adapter_config.json and {WEIGHTS}") from error
+        return self.known[seen]
+
+    def _load(self, content: bytes, asked: LoRARequest) -> Adapter:
+        pairs = read_adapter(Path(asked.lora_path), self.max_rank, self.changeable)
+        adapter_id = self._free_id(asked)
+        self.unsent[adapter_id] = {f"{path}.{letter}": tensor for path, pair in pairs.items()
+                                   for letter, tensor in zip("AB", pair, strict=True)}
+        root = self.roots.setdefault(content, CacheEntry(content, -1, [], None))
+        self.loaded[content] = adapter = Adapter(asked.lora_name, adapter_id, root)
+        return adapter
+
+    def _free_id(self, asked: LoRARequest) -> int:
+        taken = {adapter.adapter_id for adapter in self.loaded.values()}
+        for adapter_id in range(1, self.max_loras + 1):
+            if adapter_id not in taken:
+                return adapter_id
+        for content, adapter in self.loaded.items():  # a request without sequences needs it, too
+            if all(request.sequences and request.finished for request in adapter.requests):
+                return self.loaded.pop(content).adapter_id
+        names = ", ".join(repr(adapter.name) for adapter in self.loaded.values())
+        raise ValueError(f"lora_request={asked.lora_name!r}: requests use {names}, and "
+                         f"max_loras={self.max_loras}: raise it, or wait for one of them")
+
+
+def receive(runner: ModelRunner, head: torch.Tensor) -> None:
+    runner.adapters.receive(head)
+
+
+def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[Linear, str]],
+                 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A of (rank, inputs) and scaled B of (outputs, rank) for each module of `layers` that the
+    adapter changes. Raises `ValueError` for whatever can't be served as it is meant."""
+    settings = _read_settings(folder)
+    with in_words(f"{folder / WEIGHTS} can't be read", OSError, SafetensorError), safe_open(
+            folder / WEIGHTS, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.removesuffix(".weight").rpartition(".")
+        path = translated(path.removeprefix(PREFIX))
+        if kind not in ("lora_A", "lora_B") or path not in layers:
+            raise ValueError(f"{folder}: {name} changes what no adapter can change here: only the "
+                             "projections of attention and of a dense MLP (q_proj, k_proj, ..., "
+                             "down_proj); merge the adapter instead (peft's merge_and_unload)")
+        pairs.setdefault(path, {})[kind] = tensor
+    if not pairs:
+        raise ValueError(f"{folder / WEIGHTS} has no tensors")
+    return {path: _scaled(folder, path, pair, settings, max_rank, *layers[path])
+            for path, pair in pairs.items()}
+
+
+def _read_settings(folder: Path) -> dict:
+    file = folder / "adapter_config.json"
+    settings = read_json(file, required=True)
+    if settings.get("peft_type", "LORA") != "LORA":
+        raise ValueError(f"{file}: peft_type must be LORA")
+    for name, nothing in REFUSED.items():
+        if settings.get(name, nothing) not in (nothing, None, [], {}):
+            raise ValueError(f"{file}: {name}={settings[name]!r} is not supported: merge the "
+                             "adapter (peft's merge_and_unload) and load the merged folder")
+    if (scaled := settings.get("use_rslora")) not in (True, False, None):
+        raise ValueError(f"{file}: use_rslora={scaled!r} must be true or false")
+    if (beginning := settings.get("init_lora_weights", True)) not in BEGINNINGS:
+        raise ValueError(f"{file}: init_lora_weights={beginning!r} is not supported: it changes "
+                         "the model's own weights as well; save the adapter converted (peft's "
+                         "path_initial_model_for_weight_conversion), or merge it")
+    return settings
+
+
+def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: dict, max_rank: int,
+            layer: Linear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """One module's two matrices, checked, with `scaling` in the second.
+
+    scaling is alpha / rank, with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023).
+    """
+    if len(pair) < 2:
+        raise ValueError(f"{folder}: {path} has only {next(iter(pair))}, both are needed")
+    a, b = pair["lora_A"].float(), pair["lora_B"].float()
+    rank = a.shape[0] if a.dim() else 0
+    if rank > max_rank:
+        raise ValueError(f"{folder}: {path} has rank {rank}, max_lora_rank={max_rank}: raise it")
+    expected = (rank, layer.inputs.total), (layer.matrices[name].total, rank)
+    if (tuple(a.shape), tuple(b.shape)) != expected or not rank:
+        raise ValueError(f"{folder}: {path} has shapes {tuple(a.shape)} and {tuple(b.shape)}, "
+                         f"{expected[0]} and {expected[1]} expected: is it made for this model?")
+    named = of_module(folder, settings, "rank_pattern", path, settings.get("r", rank))
+    if rank != named:
+        raise ValueError(f"{folder}: {path} has rank {rank}, and adapter_config.json says {named}")
+    alpha = of_module(folder, settings, "alpha_pattern", path, settings.get("lora_alpha", 8))
+    b = b * (alpha / (rank ** 0.5 if settings.get("use_rslora") else rank))
+    kinds = {tensor.dtype for tensor in pair.values()} - set(CHECKPOINT_DTYPES)
+    if kinds or not (a.isfinite().all() and b.isfinite().all()):
+        raise ValueError(f"{folder}: {path} has numbers that are not finite, or no floats")
+    return a, b
+
+
+def of_module(folder: Path, settings: dict, name: str, path: str, default: float) -> float:
+    """What a pattern of PEFT's says for a module: the first key that matches the end of its path,
+    whole names only. PEFT takes a regular expression, which may search without end; here it is
+    names, and `.*` between them. Raises `ValueError` for anything else."""
+    value = default
+    given = settings.get(name) or {}
+    with in_words(f"{folder}: adapter_config.json: {name}={given!r:.80} must name modules and "
+                  "their numbers, with no other pattern than .*", AttributeError, TypeError):
+        for key, of_key in given.items():
+            if not re.fullmatch(r"\^?([\w-]|\\?\.|\.\*)+\$?", key):
+                raise TypeError(key)
+            names = key.strip("^$").replace(".*", "*").replace("\\.", ".")
+            start = "." if key.startswith("^") else "*."
+            if fnmatchcase(f".model.{path}", start + names):  # in steady time
+                value = of_key
+                break
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e308:
+        raise ValueError(f"{folder}: adapter_config.json: {path} has the rank or alpha {value!r}, "
+                         "which is no number")
+    return value
+
+
+class LoRA(Extra):
+    """What `LLM(enable_lora=True)` adds."""
+
+    takes = ("lora_request",)
+
+    def prepare(self, plan: Plan) -> Plan:
+        if plan.config.model_impl == "transformers":
+            raise ValueError("enable_lora=True does not go together with model_impl='transformers':"
+                             " leave one of them out, or merge the adapter into the weights "
+                             "(peft's merge_and_unload)")
+        parts = replace(plan.parts, make_adapters=Adapters,
+                        calls=plan.parts.calls | {ADAPTER: receive})
+        return replace(plan, config=replace(plan.config, enforce_eager=True), parts=parts)
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.adapters = engine.runner.adapters
+
+    def check(self, request: Request) -> None:
+        self.adapters.assign(request)
+
+    def launching(self, step: Step) -> None:
+        self.adapters.send()
+
+    def close(self) -> None:
+        self.adapters.close()

@@ -1,0 +1,1 @@
+"""Images and sounds in prompts: an extra."""

@@ -1,0 +1,424 @@
+"""Models that see or hear: an image's features take the place of its placeholders' embeddings.
+
+A vision-language model (Liu et al. 2023, "LLaVA") is a decoder with a *tower* beside it. The tower
+makes an image into features, one for each placeholder token of the prompt; from there on a feature
+is a token like any other. (A sound is the same with another tower; where this file says image or
+picture, a network that hears has a sound: Chu et al. 2023, "Qwen-Audio".)
+
+    prompt     What  is  <image> <image> <image> <image>  ?
+    decoder     e     e     f0      f1      f2      f3    e      e: embedding, f: feature
+    chunks     └────────────────────────┘└────────────────┘     cut anywhere, through an image, too
+
+Network and tower are transformers' (transformers_model.py). One hook in front of the decoder puts
+in the step's features, and the positions of M-RoPE (Wang et al. 2024, "Qwen2-VL"). Which these are
+follows from a token's index in its sequence alone. So chunks, prefix hits, preemption, overlap,
+recurrent states and drafts need no case of their own.
+
+Invariants. **A block is found only by who shows the same pixels**: in the key of the block with its
+first placeholder, and so in all keys behind it, is a hash of all that the tower gets
+(`CoreRequest.contents`). **An image is encoded once** while the encoder cache holds it.
+
+Not known here: how images come in (multimodal_inputs.py). Known limits: one rank; no video; no
+images for Gemma, whose image tokens see each other. Road not taken: towers of our own.
+"""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from inspect import signature
+from itertools import accumulate, groupby
+from pathlib import Path
+from threading import RLock
+
+import numpy as np
+import torch
+from transformers import ProcessorMixin
+
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend.inputs import InputProcessor
+from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.prompts import Prompt, salt_of
+from nanoserve.frontend.request import Request
+from nanoserve.frontend.rules import in_words
+from nanoserve.sampler import put
+from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.foreign.transformers_model import TransformersModel, refusal
+from nanoserve_extras.multimodal.multimodal_inputs import (
+    Picture,
+    from_tensors,
+    load_processor,
+    read_image,
+    read_sound,
+    take_out,
+)
+
+# Wrappings that were compared with transformers' `generate`, by what they take (docs/vision.md).
+TRIED = {"image": ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL",
+                   "Llava", "Mistral3", "Lfm2Vl"), "audio": ("Qwen3ASR", "GlmAsr", "Voxtral")}
+KINDS = {f"{name}ForConditionalGeneration": kind for kind in TRIED for name in TRIED[kind]}
+
+MOST_IMAGES = 4  # that one step encodes
+NO_TENSORS = ("vision_feature_layer", "vision_feature_select_strategy", "kwargs")
+
+
+@dataclass(eq=False)
+class Shown:
+    """A request's pictures, and where its prompt has them."""
+
+    pictures: list[Picture]
+    places: np.ndarray  # of all placeholders, ascending
+    positions: np.ndarray | None  # (3, num_prompt_tokens), where the decoder has M-RoPE
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """Where in `places` each picture begins."""
+        return [0, *accumulate(picture.num_tokens for picture in self.pictures)][:-1]
+
+    def positions_of(self, start: int, count: int) -> np.ndarray:
+        """(3, count). Behind the prompt all three go on from the largest one."""
+        index = np.broadcast_to(np.arange(start, start + count), (3, count))
+        if self.positions is None:
+            return index
+        length = self.positions.shape[1]
+        behind = index[:, max(length - start, 0):] + self.positions.max() + 1 - length
+        return np.concatenate((self.positions[:, start:start + count], behind), 1)
+
+
+class Eyes:
+    """A network's tower, its encoder cache, and the hook in front of its decoder."""
+
+    def __init__(self, kind: str, budget: int):
+        self.kind = kind
+        self.budget, self.num_tokens, self.num_runs, self.num_asked = budget, 0, 0, 0
+        self.held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recently used first
+        self.lock = RLock()  # requests are made in any thread
+        # Of the step to come: which tokens of the batch are placeholders, (k,); their features,
+        # (k, width); positions, (3, 1, num_tokens), where the decoder has M-RoPE.
+        self.view: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    def join(self, model: TransformersModel) -> None:
+        """Perceive by this network: the first one, or the same with other weights."""
+        network, self.on, kind = model.layers, model.on, self.kind
+        self.network = weakref.proxy(network)  # which holds this object, by its hook
+        self.size = network.get_input_embeddings().embedding_dim
+        self.index_of = getattr(network.base_model, "get_rope_index", None) and (
+            weakref.WeakMethod(network.base_model.get_rope_index))
+        self.config, self.token_id = network.config, getattr(network.config, f"{kind}_token_id")
+        self.takes = [name for name in signature(getattr(
+            network.base_model, f"get_{kind}_features")).parameters if name not in NO_TENSORS]
+        self.width = self.size * (1 + len(getattr(getattr(
+            network.config, "vision_config", None), "deepstack_visual_indexes", None) or ()))
+        network.get_decoder().register_forward_pre_hook(self.look, with_kwargs=True)
+        self.forget()  # once more: meanwhile another thread may have asked the old tower
+
+    def forget(self) -> None:
+        with self.lock:
+            self.held.clear()
+            self.num_tokens = 0
+
+    # ------------------------------------------------------------ the tower
+
+    def features_of(self, picture: Picture) -> torch.Tensor:
+        """(picture.num_tokens, width), from the cache or by the tower. Raises `ValueError`."""
+        with self.lock:
+            self.num_asked += 1
+            found = self.held.pop(picture.content, None)
+            if found is None:
+                with in_words(f"the tower can't read this {self.kind}"):  # whatever it raises
+                    found = self.encode(picture)
+                self.num_tokens += len(found)
+                while self.held and self.num_tokens > self.budget:
+                    self.num_tokens -= len(self.held.popitem(last=False)[1])
+            self.held[picture.content] = found
+        if picture.num_tokens not in (None, len(found)):
+            raise ValueError(f"{picture.num_tokens} placeholders for {len(found)} features: correct"
+                             " the processor's files (image_seq_length, say, is another model's)")
+        return found
+
+    @torch.inference_mode()
+    def encode(self, picture: Picture) -> torch.Tensor:
+        """Run the tower. Qwen3-VL's gives features for several layers: they lie side by side."""
+        given = {name: put(tensor, self.on.dtype if tensor.is_floating_point() else tensor.dtype,
+                           device=self.on.device) for name, tensor in picture.tensors.items()}
+        out = getattr(self.network, f"get_{self.kind}_features")(**given, return_dict=True)
+        layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        self.num_runs += 1
+        return torch.cat([torch.cat([part.reshape(-1, self.size) for part in layer])
+                          for layer in layers], 1).to(self.on.dtype)
+
+    def show(self, ids: list[int], pictures: list[Picture]) -> Shown:
+        """Find the pictures in a checked prompt. M-RoPE's positions are the class's own."""
+        tokens = torch.tensor([ids])
+        marks = (tokens == self.token_id).int()
+        positions = None
+        if self.index_of is not None:
+            runs = [len([*run]) for mark, run in groupby(marks[0].tolist()) if mark]
+            if runs != [picture.num_tokens for picture in pictures]:
+                raise ValueError(f"placeholders stand in runs of {runs}: put each image's together,"
+                                 " and another token between two images")
+            grids = torch.cat([picture.tensors["image_grid_thw"] for picture in pictures])
+            positions = self.index_of()(tokens, mm_token_type_ids=marks,
+                                        image_grid_thw=grids)[0][:, 0].numpy()
+        return Shown(pictures, marks[0].nonzero()[:, 0].numpy(), positions)
+
+    # --------------------------------------------------------------- a step
+
+    def expect(self, step: Step, shown: dict[Sequence, Shown]) -> None:
+        """The next step: encode what it needs, and note what goes where. shown: by sequence."""
+        self.view = None
+        if shown.keys().isdisjoint(step.num_new_tokens):
+            return
+        index, positions, at = [], [], 0
+        features = [torch.empty(0, self.width, dtype=self.on.dtype, device=self.on.device)]
+        rows = zip(step.num_new_tokens.items(), step.starts, strict=True)
+        for (seq, count), start in sorted(rows, key=lambda row: row[0][1] > 1):  # as in the batch
+            one = shown.get(seq, NOTHING)
+            first, last = np.searchsorted(one.places, (start, start + count))
+            index.append(one.places[first:last] - start + at)
+            try:  # two pictures of 4: places 3 .. 6 are the last of one, and three of the other
+                features += [self.features_of(picture)[max(first - begin, 0):last - begin]
+                             for picture, begin in zip(one.pictures, one.firsts, strict=True)
+                             if first < begin + picture.num_tokens and begin < last]
+            except Exception as error:  # the request ends with this step, and no other
+                step.failed[seq] = str(error)
+                features.append(features[0].new_zeros(last - first, self.width))
+            positions.append(one.positions_of(start, count))
+            at += count
+        turned, index = (put(numbers, torch.int64, device=self.on.device) for numbers in (
+            np.concatenate(positions, 1), np.concatenate(index)))
+        self.view = index, torch.cat(features), None if self.index_of is None else turned[:, None]
+
+    def look(self, decoder: torch.nn.Module, args: tuple, given: dict) -> tuple | None:
+        """In front of the decoder: what it is given, with the step's features in it."""
+        view, self.view = self.view, None
+        if view is None:
+            return None
+        index, features, positions = view
+        if positions is not None:
+            given["position_ids"] = positions
+        if len(index):
+            first, *deeper = features.split(self.size, 1)
+            given["inputs_embeds"] = given["inputs_embeds"].index_copy(1, index, first[None])
+            if deeper:  # added to the hidden states behind the first layers
+                mask = torch.zeros_like(given["inputs_embeds"][..., 0], dtype=torch.bool)
+                mask[0, index] = True
+                given |= dict(visual_pos_masks=mask, deepstack_visual_embeds=deeper)
+        return args, given
+
+
+NOTHING = Shown([], np.zeros(0, dtype=np.int64), None)  # a text
+
+
+class MultimodalInputs(InputProcessor):
+    """Reads prompts with images, besides all others. It matches placeholders with pictures, so that
+    no step meets one that doesn't fit."""
+
+    def __init__(self, extra: "Multimodal", folder: Path, *args):
+        super().__init__(*args)
+        self.extra, self.eyes, self.folder = extra, extra.eyes, folder
+        self.tried: set[tuple] = set()  # shapes of tensors for which processor and tower agree
+
+    @cached_property
+    def processor(self) -> ProcessorMixin:
+        return load_processor(self.folder, self.eyes.config)
+
+    def process(self, request_id: str, prompt: Prompt, *args) -> Request:
+        """As for texts; raises `ValueError` for what is no image, too large, or one too many."""
+        text, ids, pictures = self.see(prompt)
+        request = super().process(request_id, {
+            "prompt": text, "prompt_token_ids": ids, "cache_salt": salt_of(prompt)}, *args)
+        found = request.prompt_token_ids.count(self.eyes.token_id)
+        if found != (needed := sum(picture.num_tokens for picture in pictures)):
+            raise ValueError(f"the prompt has {found} placeholders (token {self.eyes.token_id}), "
+                             f"and its {len(pictures)} images stand for {needed}: write as many, "
+                             "or one for each image")
+        if pictures:
+            self.extra.take(request, pictures)
+        return request
+
+    def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        return self.see(prompt)[:2]
+
+    def see(self, prompt: Prompt) -> tuple[str | None, list[int], list[Picture]]:
+        """A prompt's text and ids, with as many placeholders as its pictures need."""
+        if not isinstance(prompt, Mapping) or not prompt.get("multi_modal_data"):
+            return *super().read_prompt(prompt), []
+        rest = dict(prompt)
+        pictures = self.read_pictures(rest.pop("multi_modal_data"))
+        text, ids = super().read_prompt(rest)
+        return text, self.expand(ids, pictures), pictures
+
+    def read_pictures(self, data: object) -> list[Picture]:
+        kind, budget = self.eyes.kind, self.eyes.budget
+        if not isinstance(data, Mapping) or set(data) != {kind}:
+            raise ValueError(f"multi_modal_data={str(data)[:80]} must be {{{kind!r}: ...}}, which "
+                             "is all that this model takes beside text")
+        whole = data[kind] if isinstance(data[kind], list) else [data[kind]]
+        if len(whole) > (most := self.config.limit_mm_per_prompt[kind]):
+            raise ValueError(f"the prompt has {len(whole)} {kind}s, and limit_mm_per_prompt allows "
+                             f"{most}: raise it")
+        pictures = [self.read_picture(one) for one in whole]
+        for one in pictures:
+            if not 0 < (size := one.num_tokens) <= budget:
+                change = "smaller, or raise encoder_cache_tokens" if size else "larger"
+                raise ValueError(f"an {kind} of {size} tokens does not fit into the encoder cache "
+                                 f"of {budget}: make it {change}")
+            shapes = tuple(tensor.shape[1:] for tensor in one.tensors.values())  # [0]: tiles, say
+            if shapes not in self.tried:
+                self.eyes.features_of(one)
+                self.tried.add(shapes)
+        return pictures
+
+    def read_picture(self, image: object) -> Picture:
+        """How many tokens it stands for says its processor; where that was another's, the tower."""
+        kind = self.eyes.kind
+        if isinstance(image, Mapping):
+            picture = from_tensors(image, self.eyes.takes)
+            picture.num_tokens = len(self.eyes.features_of(picture))
+            return picture
+        given = dict(images=[read_image(image)]) if kind == "image" else dict(
+            audio=[read_sound(image, self.processor.feature_extractor.sampling_rate)])
+        with in_words(f"this model's processor can't read this {kind}"):
+            made = self.processor(**given, text=getattr(self.processor, f"{kind}_token"),
+                                  return_tensors="pt", return_text_replacement_offsets=True)
+        written = self.processor.tokenizer.encode(
+            made["text_replacement_offsets"][0][0]["replacement"], add_special_tokens=False)
+        return Picture({name: made[name] for name in self.eyes.takes if name in made},
+                       written.count(self.eyes.token_id), written)
+
+    def transcription(self, sound: object, language: str | None, hint: str | None) -> dict:
+        """A prompt that asks for what is said, as the processor writes it. Raises `ValueError`."""
+        write = getattr(self.processor, "apply_transcription_request", None)
+        if self.eyes.kind != "audio" or write is None:
+            raise ValueError("this model's processor writes no prompts for transcriptions")
+        options = dict(language=language) if language else {}
+        if language and "language" not in signature(write).parameters:
+            raise ValueError(f"language={language!r}: this model finds it by itself, leave it out")
+        [text] = write(audio=np.zeros(1), tokenize=False, prompt=hint, **options)
+        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
+                "multi_modal_data": {"audio": sound}}
+
+    def expand(self, ids: list[int], pictures: list[Picture]) -> list[int]:
+        """One placeholder for each image becomes what the processor writes in its place."""
+        token_id, written = self.eyes.token_id, [picture.written for picture in pictures]
+        if ids.count(token_id) != len(pictures) or not all(written):
+            return ids
+        turn = iter(written)
+        return [one for id_ in ids for one in (next(turn) if id_ == token_id else [id_])]
+
+    def render_chat(self, conversation: list[dict], **template_options) -> dict:
+        """As for texts, with images or sounds beside them. Older processors have a template."""
+        found, kind = [], self.eyes.kind
+        if isinstance(conversation, (list, tuple)):
+            conversation = [take_out(message, kind, found) for message in conversation]
+        if found and not self.tokenizer_for("chat()").chat_template:
+            template_options.setdefault("chat_template", self.processor.chat_template)
+        prompt = super().render_chat(conversation, **template_options)
+        if not found:
+            return prompt
+        if (shown := prompt["prompt_token_ids"].count(self.eyes.token_id)) != len(found):
+            raise ValueError(
+                f"the messages have {len(found)} {kind}s, and the chat template writes {shown} "
+                f"placeholders: put {kind}s into the user's turns, and no placeholders into texts")
+        return prompt | {"multi_modal_data": {kind: found}}
+
+
+class Multimodal(Extra):
+    """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
+
+    def prepare(self, plan: Plan) -> Plan:
+        config, architecture = plan.config, plan.model_config.architecture
+        if KINDS.get(architecture) not in config.limit_mm_per_prompt:
+            why = "it has no tower for them, or none that was tried"
+            if architecture.startswith("Gemma"):
+                why = "its image tokens see each other, and attention here looks back alone"
+            raise refusal(f"{architecture} with {'s and '.join(config.limit_mm_per_prompt)}s",
+                          f"{why}. Without limit_mm_per_prompt it writes text")
+        for option, value in (  # blocks in a store are known by their tokens alone
+                ("kv_offload_bytes", config.kv_offload_bytes), ("kv_store", config.kv_store),
+                ("runner", config.runner == "pooling" and "pooling")):
+            if value:
+                raise ValueError(f"{option}={value!r} does not go together with limit_mm_per_prompt"
+                                 ": leave one of them out")
+        self.eyes = Eyes(KINDS[architecture], config.encoder_cache_tokens)
+        parts = replace(plan.parts, make_network=partial(self.make, plan.parts.make_network))
+        return replace(plan, parts=parts, make_inputs=partial(
+            MultimodalInputs, self, plan.folder))
+
+    def make(self, make_network: Callable, *args, **options) -> TransformersModel | None:
+        model = make_network(*args, **options)
+        if model is not None:  # it was more than a trial
+            self.eyes.join(model)
+        return model
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.requests, self.block_size = engine.requests, engine.config.block_size
+        self.waiting: weakref.WeakKeyDictionary[Request, Shown] = weakref.WeakKeyDictionary()
+        self.shown: dict[Sequence, Shown] = {}
+        self.labels = {"model_name": str(engine.config.model)}
+        self.most_tokens = engine.config.max_num_batched_tokens
+        self.cuts = engine.config.enable_chunked_prefill
+        size = self.eyes.budget * self.eyes.width * self.eyes.on.dtype.itemsize / 2 ** 20
+        say(f"{self.eyes.kind}s: by transformers' tower, encoder cache of {self.eyes.budget:,} "
+            f"tokens, up to {size:,.0f} MB")
+
+    def take(self, request: Request, pictures: list[Picture]) -> None:
+        """A checked request has these pictures: from here on its blocks are theirs, too."""
+        shown = self.eyes.show(request.prompt_token_ids, pictures)
+        for picture, first in zip(pictures, shown.firsts, strict=True):
+            block = int(shown.places[first]) // self.block_size
+            request.contents[block] = request.contents.get(block, b"") + picture.content
+        self.waiting[request] = shown
+
+    # ------------------------------------------------------ the life of a request
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
+        shown = self.waiting.pop(self.requests[sequences[0].request.request_id], None)
+        if shown is not None:
+            self.shown.update(dict.fromkeys(sequences, shown))
+
+    def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:
+        """Let a chunk end before the image that would be one too many for this step's tower."""
+        if not self.cuts:
+            return count
+        rows = zip(step.num_new_tokens.items(), step.starts, strict=True)
+        due = {picture.content: picture.num_tokens for (other, n), first in rows
+               for picture, _ in self.missing(other, first, n)}
+        for picture, begin in self.missing(seq, start, count):
+            due[picture.content] = picture.num_tokens
+            if len(due) > MOST_IMAGES or len(due) > 1 and sum(due.values()) > self.most_tokens:
+                return max(begin - start, 0)
+        return count
+
+    def launching(self, step: Step) -> None:
+        self.eyes.expect(step, self.shown)
+
+    def missing(self, seq: Sequence, start: int, count: int) -> Iterator[tuple[Picture, int]]:
+        """The images of these tokens that must be encoded, and where each begins."""
+        shown = self.shown.get(seq, NOTHING)
+        for picture, first in zip(shown.pictures, shown.firsts, strict=True):
+            begin, last = shown.places[first], shown.places[first + picture.num_tokens - 1]
+            if begin < start + count and last >= start and picture.content not in self.eyes.held:
+                yield picture, int(begin)
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            self.shown.pop(seq, None)
+
+    def metrics(self) -> list[Metric]:
+        """Of the encoder cache, in images: asked for, and found."""
+        eyes = self.eyes
+        return [Counter("vllm:mm_cache_queries", self.labels, eyes.num_asked),
+                Counter("vllm:mm_cache_hits", self.labels, eyes.num_asked - eyes.num_runs),
+                Gauge("vllm:mm_cache_usage_perc", self.labels, eyes.num_tokens / eyes.budget)]
+
+    def reset(self) -> None:
+        self.eyes.forget()
+
+    def close(self) -> None:
+        self.eyes.forget()

@@ -1,0 +1,1 @@
+"""Embeddings, classes and scores: an extra."""

@@ -1,0 +1,394 @@
+"""Pooling: prompts become vectors, classes and scores, and no token is ever sampled.
+
+A prompt is computed by the same steps as any other: in chunks, beside others, in the same blocks.
+What differs is the end. The LM head is not loaded, and instead of logits each step hands out the
+hidden states of the positions that were asked for:
+
+    prompt     t0   t1   t2 | t3   t4              two chunks, two steps
+    CLS        h0                                  ─┐
+    LAST                           h4               ├─► head, activation (pooler.py) ─► output
+    MEAN      (h0 + h1 + h2) + (h3 + h4), over 5    │
+    ALL        h0   h1   h2   h3   h4              ─┘   each one by itself
+
+Those positions are `prompt_logprob_positions`, which the core has anyway. A pooled sequence gets
+None instead of a token, and ends there, because the prompt is its maximum length.
+
+Invariants: the same numbers alone, batched or in chunks. A request that needs another position than
+the last never reads the prefix cache, which keeps no hidden states. A chunk counts once.
+
+Names are vLLM's (`PoolingParams`, `pooling_task`). Not known here: blocks, the queue. Road not
+taken: an engine of its own for encoders, which would repeat what `LLM` does.
+"""
+
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend import rules
+from nanoserve.frontend.inputs import InputProcessor
+from nanoserve.frontend.metrics import prompts_bar
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.prompts import Prompt, as_list, one_for_each, salt_of
+from nanoserve.frontend.request import Request, salted
+from nanoserve.frontend.rules import in_words, option
+from nanoserve.frontend.vllm import takes_vllms_words
+from nanoserve.sequence import CoreRequest, Sequence
+from nanoserve_extras.pooling.pooler import Pooler
+
+GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
+LENGTH = rules.Rule("a whole number of at least 1, or -1: as many tokens as fit",
+                    lambda count: count if count == -1 else rules.COUNT.keep(count))
+SIDE = rules.choice("left", "right")
+
+
+@takes_vllms_words("PoolingParams", "pooling")
+@dataclass(kw_only=True)
+class PoolingParams:
+    """What one request asks for. Raises `ValueError` naming the field."""
+
+    use_activation: bool | None = option(None, rules.FLAG)  # None: the model's default
+    dimensions: int | None = option(None, rules.COUNT)  # Matryoshka: the embedding's first numbers
+    truncate_prompt_tokens: int | None = option(None, LENGTH)  # keep at most so many
+    truncation_side: str | None = option(None, SIDE)  # at which the others go; None: the pooler's
+    task: str | None = option(None, rules.TEXT)  # set by `embed`, `classify`, `score`, `encode`
+    prompt_name: str | None = option(None, rules.TEXT)  # what a text begins with
+
+    def __post_init__(self):
+        rules.check_fields(self)
+
+
+@dataclass
+class PoolingOutput:
+    """The tensor as computed: (numbers,) for a prompt, (tokens, numbers) for its tokens."""
+
+    data: torch.Tensor
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    score: float
+
+
+@dataclass
+class PoolingRequestOutput:
+    """A pooled request as its caller sees it. `outputs` is None for one that was aborted."""
+
+    request_id: str
+    outputs: PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
+
+    @property
+    def aborted(self) -> bool:
+        return self.outputs is None
+
+
+@dataclass(eq=False, kw_only=True)
+class PoolingRequest(Request):
+    """A request of one sequence, and what is known of its vector; params: `PoolingParams`."""
+
+    pooler: Pooler
+    num_seen: int = 0  # positions that were taken into account
+    seen: list[torch.Tensor] = field(default_factory=list)  # (n, numbers) each
+    result: torch.Tensor | None = None
+
+    @property
+    def pooling_type(self) -> str:
+        return "ALL" if self.params.task.startswith("token_") else self.pooler.pooling_type
+
+    @property
+    def history(self) -> "PoolingRequest":
+        """The engine calls `history.add_prompt` of a request: this one is its own history."""
+        return self
+
+    def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
+        ids = self.prompt_token_ids
+        core = CoreRequest(self.request_id, GREEDY, arrival, self.priority,
+                           self.stats.arrival_time, self.max_num_tokens,
+                           adapter_id=self.adapter_id, root=salted(self.root, self.cache_salt))
+        # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
+        num_pooled = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
+        self.sequences = [Sequence(core, list(ids), num_prompt_logprobs=num_pooled)]
+        self.num_read = [len(ids)]
+        return self.sequences
+
+    def add_prompt(self, positions: range, vectors: torch.Tensor) -> None:
+        """Hidden states from a finished step. After a preemption they start at position 0 again."""
+        if positions.start == 0:
+            self.num_seen, self.seen = 0, []
+        assert positions.start == self.num_seen, (
+            f"request {self.request_id} has seen {self.num_seen} positions, now gets {positions}")
+        if self.pooling_type == "MEAN":  # a running sum: the hidden states are not kept
+            vectors = vectors.float().sum(0, keepdim=True)
+            self.seen = [self.seen[0] + vectors] if self.seen else [vectors]
+        elif self.pooling_type == "ALL":  # each by itself, and off the device
+            self.seen.append(self._finish(vectors))
+        else:
+            self.seen = [vectors]
+        self.num_seen = positions.stop
+
+    def add_tokens(self, seq: Sequence, last: list[torch.Tensor]) -> None:
+        """The prompt is complete, and no token came. last: (hidden_size,), of its last position."""
+        if self.pooling_type == "ALL":
+            self.result = torch.cat(self.seen)
+        else:
+            vector = last[0][None] if self.pooling_type == "LAST" else self.seen[0]
+            if self.pooling_type == "MEAN":
+                vector = vector / self.num_seen
+            self.result = self._finish(vector)[0]
+        self.seen = []
+
+    def _finish(self, vectors: torch.Tensor) -> torch.Tensor:
+        params = self.params
+        return self.pooler.finish(vectors, params.use_activation, params.dimensions).cpu()
+
+    def flush(self) -> None:
+        """Nothing to do: no text was held back."""
+
+    def output(self) -> PoolingRequestOutput:
+        # A clone, because tensors of inference mode can't be changed by whoever gets them.
+        outputs = None if self.result is None else PoolingOutput(self.result.clone())
+        return PoolingRequestOutput(self.request_id, outputs, self.prompt_token_ids,
+                                    self.sequences[0].num_cached_tokens or 0)
+
+
+# ---------------------------------------------------------------- the way in
+
+
+class Pooling(Extra):
+    """What `LLM(runner="pooling")` adds: a pooler, what takes the place of `InputProcessor`, and
+    the methods `encode`, `embed`, `classify` and `score` of `LLM`."""
+
+    def prepare(self, plan: Plan) -> Plan:
+        make = plan.make_pooler or Pooler.of
+        self.pooler = make(plan.config, plan.model_config, plan.folder, plan.tokenizer)
+        return replace(plan, config=replace(plan.config, enforce_eager=True),
+                       parts=replace(plan.parts, pooler=self.pooler),
+                       make_inputs=partial(PoolingInputs, self.pooler))
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.engine = weakref.proxy(engine)  # which holds this object
+
+    # ------------------------------------------------------ offline batches
+
+    @takes_vllms_words("encode()", "call")
+    def encode(self, prompts: Prompt | list[Prompt],
+               pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
+               pooling_task: str | None = None, use_tqdm: bool | Callable = True,
+               priority: list[int] | None = None,
+               lora_request: Any = None) -> list[PoolingRequestOutput]:
+        """Pool one prompt or many; results come in the order of the prompts.
+
+        prompts: in the forms of `generate`. pooling_task: "embed" or "classify" for a prompt as a
+        whole, "token_embed" or "token_classify" for each of its tokens. lora_request: a
+        `LoRARequest` for all, or one or None for each. Raises `ValueError` before any work starts;
+        after Ctrl-C the engine stays usable.
+        """
+        if pooling_task is None:
+            raise ValueError("encode() needs pooling_task: choose one of "
+                             f"{', '.join(self.pooler.tasks)}")
+        prompts = as_list(prompts)
+        params = _with_task(pooling_params, len(prompts), pooling_task)
+        requests = self.engine.make_requests(prompts, params, priority, lora_request)
+        results = {}
+        with closing(self.engine.drive(requests)) as outputs, prompts_bar(
+                len(requests), use_tqdm) as bar:
+            for output in outputs:
+                results[output.request_id] = output
+                bar.update()
+        return [results[request.request_id] for request in requests]
+
+    def embed(self, prompts: Prompt | list[Prompt], *, pooling_params=None,
+              prompt_name: str | None = None, **options) -> list[PoolingRequestOutput]:
+        """A vector for each prompt, as `EmbeddingOutput`; options are `encode`'s. prompt_name: what
+        texts begin with, of the names in config_sentence_transformers.json."""
+        prompts = as_list(prompts)
+        params = [replace(one, prompt_name=prompt_name or one.prompt_name) for one in
+                  _with_task(pooling_params, len(prompts), "embed")]
+        outputs = self.encode(prompts, params, pooling_task="embed", **options)
+        return _converted(outputs, lambda data: EmbeddingOutput(data.tolist()))
+
+    def classify(self, prompts: Prompt | list[Prompt], *, pooling_params=None,
+                 **options) -> list[PoolingRequestOutput]:
+        """Probabilities of the classes for each prompt, as `ClassificationOutput`."""
+        outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        return _converted(outputs, lambda data: ClassificationOutput(data.tolist()))
+
+    def score(self, data_1: Prompt | list[Prompt], data_2: Prompt | list[Prompt], /, *,
+              chat_template: str | None = None, pooling_params: PoolingParams | None = None,
+              **options) -> list[PoolingRequestOutput]:
+        """How well texts go together, pair by pair, as `ScoringOutput`.
+
+        data_1: a query, or one for each of data_2. An embedding model's score is the cosine of two
+        embeddings; a reranker reads both texts at once, behind each other or in a `chat_template`
+        with a "query" and a "document".
+        """
+        first, second = as_list(data_1), as_list(data_2)
+        if len(first) not in (1, len(second)):
+            raise ValueError(f"score() got {len(first)} and {len(second)} texts: give one text and "
+                             "many, or as many of one kind as of the other")
+        if "embed" in self.pooler.tasks:
+            return self._cosines(first, second, pooling_params, options)
+        if "classify" not in self.pooler.tasks or self.pooler.num_labels != 1:
+            raise ValueError("score() needs embeddings, or a classifier with one class: use "
+                             f"encode() with one of {', '.join(self.pooler.tasks)}")
+        if len(first) == 1:
+            first *= len(second)
+        params = _with_task(pooling_params, len(second), "classify")
+        prompts = [self.engine.inputs.pair(*texts, chat_template, asked)
+                   for *texts, asked in zip(first, second, params, strict=True)]
+        outputs = self.encode(prompts, params, pooling_task="classify", **options)
+        return _converted(outputs, lambda data: ScoringOutput(data.item()))
+
+    def _cosines(self, first: list, second: list, params, options) -> list:
+        """A query that all of `second` are compared with is embedded once."""
+        if not second:
+            return []
+        if isinstance(options.get("lora_request"), (list, tuple)):
+            raise ValueError("lora_request is a list, but score() compares embeddings, which only "
+                             "make sense under one adapter: give one for all texts")
+        outputs = self.encode(first + second, params, pooling_task="embed", **options)
+        queries, documents = outputs[:len(first)], outputs[len(first):]
+        if len(queries) == 1:
+            queries *= len(documents)
+        pad_id = getattr(self.engine.tokenizer, "pad_token_id", None)
+        pad = [] if pad_id is None else [pad_id]
+        return [PoolingRequestOutput(
+            f"{a.request_id}_{b.request_id}",
+            None if a.outputs is None or b.outputs is None else ScoringOutput(
+                F.cosine_similarity(a.outputs.data, b.outputs.data, dim=0).item()),
+            a.prompt_token_ids + pad + b.prompt_token_ids,
+            a.num_cached_tokens + b.num_cached_tokens)
+            for a, b in zip(queries, documents, strict=True)]
+
+
+class PoolingInputs(InputProcessor):
+    """Checks what comes in."""
+
+    def __init__(self, pooler: Pooler, config: EngineConfig, model_config: ModelConfig, tokenizer):
+        super().__init__(config, model_config, tokenizer)
+        self.pooler = pooler
+
+    def process(self, request_id: str, prompt: Prompt, params: PoolingParams | None,
+                priority: int = 0, lora_request: object = None) -> PoolingRequest:
+        """Raises `ValueError` for a request to generate, a task that the model does not have, and
+        a wrong prompt."""
+        if not isinstance(params, PoolingParams):
+            self.check_generates()
+        self.check_envelope(request_id, priority)
+        task = params.task or self.pooler.task
+        if task not in self.pooler.tasks:
+            raise ValueError(f"task={task!r} is not one of this model's, which are "
+                             f"{', '.join(self.pooler.tasks)}: see the options convert and "
+                             "pooler_config")
+        self.pooler.check_dimensions(params.dimensions, self.model_config.hidden_size)
+        use = params.use_activation
+        params = replace(params, task=task,
+                         dimensions=params.dimensions or self.pooler.dimensions,
+                         use_activation=self.pooler.use_activation if use is None else use)
+        salt, name = salt_of(prompt), None
+        if task.endswith("embed"):
+            name = params.prompt_name or self.pooler.default_prompt
+        text, ids = self.read_prompt(self.pooler.begin(prompt, name))
+        ids = self._truncate(text, ids, params, self.pooler.prompts.get(name, ""))
+        return PoolingRequest(request_id, text, ids, params, priority, len(ids), frozenset(),
+                              frozenset(), [], None, lora_request, salt, pooler=self.pooler,
+                              stats=RequestStateStats(arrival_time=time.time()))
+
+    def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Not yet, where `process` may put another text in front."""
+        return prompts if self.pooler.prompts else super().tokenize(prompts)
+
+    def check_generates(self) -> None:
+        raise ValueError("this engine pools (runner='pooling') and generates no text: use encode() "
+                         f"with one of {', '.join(self.pooler.tasks)}, add requests with "
+                         "PoolingParams, or make it with runner='generate'")
+
+    def _truncate(self, text: str | None, ids: list[int], asked: PoolingParams,
+                  begin: str) -> list[int]:
+        """text: None for a prompt of ids, whose last one is a separator if an encoder reads it.
+        begin: what the text begins with. Both stay."""
+        limit, given = self.config.max_model_len, getattr(self.tokenizer, "init_kwargs", {})
+        side = asked.truncation_side or given.get("truncation_side") or self.pooler.side
+        end = ids[-1:] if text is None and self.pooler.side == "right" else []
+        ids = self.cut(ids, asked.truncate_prompt_tokens, side,
+                       lambda text: (self._encode(begin + text) if self.tokenizer else []) + end)
+        if len(ids) > limit:  # all of it may be prompt: with 64, one of 64 tokens is fine
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and this model's maximum context length is "
+                f"{limit} tokens: shorten it, cut it with truncate_prompt_tokens, or raise "
+                "max_model_len (and kv_cache_memory_bytes, if the KV cache is what limits it)")
+        return ids
+
+    def pair(self, query: str, document: str, chat_template: str | None, asked: Any) -> Prompt:
+        """What a reranker reads: as its template says, one text behind the other (a generator that
+        answers yes or no), or as the tokenizer joins pairs. asked: `PoolingParams`, or a body. What
+        is too long loses the document's end, or start; only a tokenizer that joins pairs takes
+        tokens off the longer text, unless a side is named."""
+        if not isinstance(query, str) or not isinstance(document, str) or not query + document:
+            raise ValueError(f"score() needs texts, got {query!r:.80} and {document!r:.80}")
+        count, side = asked.truncate_prompt_tokens, asked.truncation_side
+
+        def read(document: str) -> list[int]:
+            if chat_template is not None:
+                return self.render_chat([{"role": "query", "content": query},
+                                         {"role": "document", "content": document}],
+                                        chat_template=chat_template)["prompt_token_ids"]
+            if self.pooler.token_ids:
+                return self._encode(query + document)
+            with in_words(f"no valid text, a lone surrogate? {query!r}, {document!r}", TypeError):
+                return self.tokenizer_for("score()")(
+                    query, document, truncation="longest_first" if count and not side else False,
+                    max_length=self.config.max_model_len if count == -1 else count)["input_ids"]
+
+        ids = self.cut(read(document), count, side or "right", read)
+        return {"prompt": query + document, "prompt_token_ids": ids}
+
+
+def _converted(outputs: list[PoolingRequestOutput], kind: Callable) -> list[PoolingRequestOutput]:
+    """With what `kind` makes of the tensors; a request that was aborted has none."""
+    return [output if output.outputs is None else
+            replace(output, outputs=kind(output.outputs.data)) for output in outputs]
+
+
+def _with_task(given: object, count: int, task: str) -> list[PoolingParams]:
+    """For each of so many prompts. Raises `ValueError`."""
+    params = [PoolingParams() if one is None else one
+              for one in one_for_each(given, count, "pooling_params")]
+    for one in params:
+        if not isinstance(one, PoolingParams):
+            raise ValueError(f"pooling_params must be PoolingParams, got {one!r}")
+        if one.task not in (None, task):
+            raise ValueError(f"pooling_params has task={one.task!r}, which is not pooling_task="
+                             f"{task!r}: leave one of them out")
+    return [replace(one, task=task) for one in params]

@@ -1,0 +1,439 @@
+"""Quantised checkpoints: small integers and 8-bit floats in the files, weights for the engine.
+
+A weight of 4 or 8 bits is a whole number q, and a group of neighbours shares a scale s and perhaps
+a zero point z: w = (q - z) * s. (GPTQ, Frantar et al. 2022; AWQ, Lin et al. 2023; FP8, Micikevicius
+et al. 2022.) The formats differ in how they store q, s and z, under which names:
+
+    quant_method                        q                                 z                   s
+    fp8                                 weight, e4m3                                    per block
+    compressed-tensors  float-, int-    weight, e4m3 or int8    as it is     per row, group, block
+                        pack-quantized  weight_packed           packed along the outputs   per group
+    gptq                                qweight, transposed     qzeros, stored minus 1     per group
+    awq                                 qweight, transposed     qzeros, both in its own order
+
+`assemble` stands between the files and the loader. It gathers the tensors of one matrix, hands on
+one weight in float32 and forgets the rest. `quantization="dequantize"` is this file alone, and
+saves no memory. `"int8"` rounds what comes out of here once more (quantized_linear.py). For
+`"int4"` 4 bits in groups are handed on as they are (int4_linear.py).
+
+Invariant: what would change the text and is not computed here is refused by name, and so is a
+matrix of which a part is missing. Not known here: layers, shares of ranks. Roads not taken: to read
+`ignore` and `targets`, patterns for modules' names, where the names of the tensors say the same;
+products of 8-bit floats, which many of the GPUs that have them refuse, or do wrong in a graph.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine import Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend.metrics import say
+from nanoserve_extras.quantization.int4_linear import (
+    Grouped,
+    GroupedPanels,
+    GroupedRows,
+    Int4Linear,
+)
+from nanoserve_extras.quantization.quantized_linear import (
+    Int8Embedding,
+    Int8Linear,
+    Panels,
+    Rows,
+    library,
+)
+
+Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names
+Tensors = Iterator[tuple[Path, str, torch.Tensor]]
+WORD = 32  # bits of the integers into which small numbers are packed
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column AWQ_ORDER[i]
+STORED = (torch.float8_e4m3fn, torch.int8)  # a `weight` of another dtype is plain
+BY_MODULE = ("bits", "group_size", "sym")  # what some formats let differ from matrix to matrix
+# Scales of activations, passed over where they are those of 8-bit floats (`Format.fixed`).
+ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale")
+OTHER_SCALES = (*ACTIVATIONS, "output_scale", "k_scale", "v_scale")
+
+
+class Numbers(NamedTuple):
+    """What a matrix' tensors say: weight = (values - zeros) * scales. zeros and scales: one for
+    each block of so many outputs and inputs, of which the last ones may be cut off."""
+
+    values: torch.Tensor  # (outputs, inputs)
+    zeros: torch.Tensor | None
+    scales: torch.Tensor
+    block: tuple[int, int] | None
+    groups: torch.Tensor | None = None  # in place of a block, the group of each input
+
+
+class Format(NamedTuple):
+    """Which tensors make a matrix, and how. optional: a part that some files do without. fixed:
+    whether activations have scales beside it, by which they are rounded to 8-bit floats elsewhere.
+    """
+
+    parts: tuple[str, ...]
+    read: Callable[[Parts], Numbers]
+    bits: int = 8
+    is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
+    optional: str = ""
+    fixed: bool = False
+
+
+class Quantization(Extra):
+    """What `LLM(quantization=...)`, or a quantised checkpoint, adds."""
+
+    def prepare(self, plan: Plan) -> Plan:
+        config, layers = choose_layers(plan.config, plan.model_config, say)
+        return replace(plan, config=config, parts=replace(plan.parts, layers=layers))
+
+
+def choose_layers(config: EngineConfig, model_config: ModelConfig,
+                  say: Callable[[str], None]) -> tuple[EngineConfig, dict[str, Any]]:
+    """The config, with `quantization` filled in, and the entries of `Placement` that it
+    needs. Raises `ValueError` for what is not supported; a slow choice is reported."""
+    stored, layers = model_config.quantization, {"assemble": assemble}
+    if model_config.pools and config.model_impl == "transformers":
+        raise ValueError(f"quantization={config.quantization!r}, but {model_config.architecture} "
+                         "is an encoder, which is not rounded: leave it out")
+    form = None if stored is None else read_format(stored)
+    if form is not None:
+        if form.fixed:
+            say(f"{config.model}: fixed scales of activations are passed over, as rounding by "
+                "token is: they are as accurate as dtype says")
+        config = replace(config, quantization=config.quantization or "dequantize")
+    elif config.quantization == "dequantize" and config.draft_model is None:
+        raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
+                         "it out, or use 'int8', which rounds any checkpoint")
+    if config.quantization in ("int8", "int4"):
+        if any(model_config.moe_layers):
+            raise ValueError(f"quantization={config.quantization!r}, but "
+                             f"{model_config.architecture} has experts, which can't be rounded "
+                             "yet: leave it out")
+        rows, groups = small_kinds(config.kernels)
+        layers |= {"linear": partial(Int8Linear, kind=rows),
+                   "embedding": partial(Int8Embedding, kind=rows)}
+        if config.kernels == "cpu":
+            try:
+                library()  # compiled before the weights are read, and not in the first step
+            except ImportError as error:
+                raise ValueError(f"quantization={config.quantization!r} with kernels='cpu', but "
+                                 f"{error}: mend that, or use kernels='torch'") from error
+        if config.kernels not in ("cpu", "triton"):
+            say(f"quantization={config.quantization!r} with kernels={config.kernels!r} saves "
+                "memory and costs time: weights are widened for each product")
+    if config.quantization == "int4":
+        # Made-up weights of such a checkpoint are rounded: there is nothing to keep.
+        is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
+        layers |= {"linear": partial(Int4Linear, kind=rows, groups=groups, rounds=not is_4),
+                   "assemble": partial(assemble, keep=True)}
+        if is_4 and form.is_ordered:
+            say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "
+                "neighbours: such weights become int8")
+    return config, layers
+
+
+def small_kinds(kernels: str) -> tuple[type, type]:
+    """The weights of 8 bits, and of 4 in groups, that go with the engine's operators."""
+    if kernels == "triton":
+        from nanoserve_extras.quantization.quantized_triton import (  # imports triton
+            TritonGroups,
+            TritonRows,
+        )
+        return TritonRows, TritonGroups
+    return (Panels, GroupedPanels) if kernels == "cpu" else (Rows, GroupedRows)
+
+
+def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
+    """The tensors of a checkpoint, each group of parts become one weight (outputs, inputs).
+
+    entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups becomes a
+    `Grouped`. Raises `ValueError` naming file and tensor.
+    """
+    form = read_format(entry)
+    waiting: dict[str, Parts] = {}
+    for file, name, tensor in tensors:
+        module, _, part = name.rpartition(".")
+        part = "weight_scale" if part == "weight_scale_inv" else part  # it is multiplied with, too
+        if form.fixed and part in ACTIVATIONS:
+            continue
+        if part in OTHER_SCALES:
+            raise ValueError(f"{file}: {name} is a scale of activations or of a KV cache, which "
+                             "are not rounded here: use a checkpoint whose weights alone are")
+        if part not in form.parts or (part == "weight" and tensor.dtype not in STORED):
+            if part != "weight_zero_point" or tensor.any():  # older files of symmetric weights
+                yield file, name, tensor
+            continue
+        if ".experts." in name:
+            raise ValueError(f"{file}: {name}: quantised experts are not supported, use the "
+                             "unquantised checkpoint")
+        group = waiting.setdefault(module, {})
+        if part in group:
+            raise ValueError(f"{file}: the tensor {name} comes twice")
+        group[part] = tensor
+        if len(group) == len(form.parts):
+            del waiting[module]
+            yield file, f"{module}.weight", make_weight(file, module, group, form, keep)
+    for module, group in waiting.items():
+        if {*form.parts} - {*group, form.optional}:
+            raise ValueError(f"{module} is quantised, but has only {', '.join(sorted(group))} of "
+                             f"{', '.join(form.parts)}; {len(waiting)} such in all")
+        yield file, f"{module}.weight", make_weight(file, module, group, form, keep)
+
+
+def make_weight(file: Path, module: str, parts: Parts, form: Format,
+                keep: bool) -> torch.Tensor | Grouped:
+    """A matrix of its parts. Raises `ValueError` naming the module."""
+    try:
+        numbers = form.read(parts)
+        return kept(numbers) if keep and form.bits == 4 else dense(numbers)
+    except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
+        shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in parts.items())
+        raise ValueError(f"{file}: the tensors of {module} don't fit together, or not with "
+                         f"config.json ({shapes}): {error}") from None
+
+
+# ------------------------------------------------------------------ the formats
+
+
+def read_format(entry: dict) -> Format:
+    """What a `quantization_config` says. Raises `ValueError` for what is not supported."""
+    if entry.get("kv_cache_scheme") is not None:
+        refuse("kv_cache_scheme", entry["kv_cache_scheme"], "the KV cache is not quantised here")
+    method = entry.get("quant_method")
+    readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
+               "awq": read_awq}
+    if method == "mxfp4":
+        refuse("quant_method", method, "have transformers write it in bfloat16 "
+               "(from_pretrained with Mxfp4Config(dequantize=True), then save_pretrained)")
+    if method == "auto-round":  # which writes GPTQ's tensors, or AWQ's
+        allow(entry, "data_type", ("int",), "int")
+        allow(entry, "act_bits", (16, None))
+        method = allow(entry, "packing_format", (
+            "auto_round:auto_gptq", "auto_round:auto_awq")).rpartition("_")[2]
+    if not isinstance(method, str) or method not in readers:
+        refuse("quant_method", method, f"choose one of {', '.join(readers)}, auto-round")
+    for name, value in entry.items():  # GPTQModel's dynamic, AutoRound's extra_config
+        for one in value.values() if isinstance(value, dict) else ():
+            if isinstance(one, dict) and one.get("bits") != 16 and any(  # 16: it is left plain
+                    one.get(key, entry.get(key)) != entry.get(key) for key in BY_MODULE):
+                refuse(name, value, "all quantised matrices must have the same settings")
+    return readers[method](entry)
+
+
+def refuse(name: str, value: Any, remedy: str) -> None:
+    raise ValueError(f"config.json: quantization_config with {name}={value!r:.80} is not "
+                     f"supported: {remedy}, or use the unquantised checkpoint")
+
+
+def allow(entry: dict, name: str, values: tuple, default: Any = None) -> Any:
+    """The entry `name`, which must be one of `values`."""
+    value = entry.get(name, default)
+    if value not in values:
+        refuse(name, value, f"choose {' or '.join(map(str, values))}")
+    return value
+
+
+def blocks(name: str, value: Any, count: int) -> list[int]:
+    """A size, or `count` of them: of the blocks that share a scale."""
+    sizes = value if isinstance(value, (list, tuple)) else [value]
+    if len(sizes) != count or not all(type(size) is int and size > 0 for size in sizes):
+        what = "a whole number above 0" if count == 1 else f"{count} whole numbers above 0"
+        refuse(name, value, f"it must be {what}")
+    return list(sizes)
+
+
+def section(entry: dict, name: str) -> dict:
+    """The entry `name`, an object; empty where there is none."""
+    value = entry.get(name) or {}
+    if not isinstance(value, dict):
+        refuse(name, value, "it must be an object")
+    return value
+
+
+def read_fp8(entry: dict) -> Format:
+    """DeepSeek's and Qwen's FP8: a scale for each block of 128 x 128. Mistral's: one for all of a
+    matrix. Activations are rounded elsewhere, on the fly or by a fixed scale, and not here."""
+    scheme = allow(entry, "activation_scheme", ("dynamic", "static"), "dynamic")
+    allow(entry, "fmt", ("e4m3",), "e4m3")
+    block = entry.get("weight_block_size")
+    if block is not None:
+        block = blocks("weight_block_size", block, 2)
+    return Format(("weight", "weight_scale"), lambda p: Numbers(
+        p["weight"], None, p["weight_scale"], block or p["weight"].shape), fixed=scheme == "static")
+
+
+def read_compressed(entry: dict) -> Format:
+    """compressed-tensors: llm-compressor's. `config_groups` may be many, if they are alike."""
+    form = allow(entry, "format", ("float-quantized", "int-quantized", "pack-quantized"))
+    for name in ("transform_config", "sparsity_config"):
+        if (asked := section(entry, name)) and asked.get("format") != "dense":
+            refuse(name, asked, "weights are neither rotated nor sparse here")
+    named = section(entry, "config_groups")
+    groups = [section(named, name) for name in named]
+    if not groups or any(group.get("weights") != groups[0].get("weights") for group in groups):
+        refuse("config_groups", entry.get("config_groups"), "there must be some, all with the "
+               "same weights")
+    fixed = False
+    for group in groups:
+        allow(group, "format", (form, None))
+        allow(group, "output_activations", (None, {}))
+        inputs = section(group, "input_activations")
+        if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") not in (
+                True, False, None)):
+            refuse("input_activations", inputs, "activations are not rounded (W8A8), choose a "
+                   "checkpoint whose weights alone are quantised")
+        fixed |= bool(inputs) and not inputs.get("dynamic")
+    weights = section(groups[0], "weights")
+    block = partial_block(weights)
+    allow(weights, "dynamic", (False, None))
+    zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
+    if form != "pack-quantized":
+        kind = "float" if form == "float-quantized" else "int"
+        allow(weights, "type", (kind,), kind)
+        allow(weights, "num_bits", (8,))
+        return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
+            p["weight"], p.get("weight_zero_point"), p["weight_scale"], block(p["weight"].shape)),
+            fixed=fixed)
+    allow(weights, "type", ("int",), "int")
+    bits = allow(weights, "num_bits", (4, 8))
+    is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
+    order = ("weight_g_idx",) if is_ordered else ()
+
+    def read(p: Parts) -> Numbers:
+        """Stored with 2^(bits - 1) added, zero points, too, so that none is negative."""
+        rows, columns = p["weight_shape"].tolist()
+        values = split_words(p["weight_packed"], bits, 1)[:, :columns]
+        if tuple(values.shape) != (rows, columns):
+            raise ValueError(f"weight_shape says {(rows, columns)}")
+        zeros = torch.full_like(p["weight_scale"], 2 ** (bits - 1))
+        if "weight_zero_point" in p:
+            zeros = split_words(p["weight_zero_point"], bits, 0)[:rows]
+        groups = p.get("weight_g_idx")
+        if groups is not None and (groups < 0).any():  # -1: there is no order
+            groups = None
+        return Numbers(values, zeros, p["weight_scale"], block(values.shape), groups)
+
+    return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order), read, bits,
+                  is_ordered, fixed=fixed)
+
+
+def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
+    """Of a matrix' shape, the rows and columns that share a scale."""
+    strategy = allow(weights, "strategy", ("tensor", "channel", "group", "block"))
+    if strategy == "tensor":
+        return tuple
+    if strategy == "channel":
+        return lambda shape: (1, shape[1])
+    if strategy == "group":
+        [size] = blocks("group_size", weights.get("group_size"), 1)
+        return lambda shape: (1, size)
+    rows, columns = blocks("block_structure", weights.get("block_structure"), 2)
+    return lambda shape: (rows, columns)
+
+
+def read_gptq(entry: dict) -> Format:
+    bits, size = allow(entry, "bits", (4, 8)), group_size(entry)
+    name = "checkpoint_format" if "checkpoint_format" in entry else "format"  # old and new
+    version = allow(entry, name, ("gptq", "gptq_v2"), "gptq")
+    allow(entry, "is_marlin_format", (False, None))
+    is_symmetric, is_ordered = (allow(entry, name, (True, False), False)
+                                for name in ("sym", "desc_act"))
+
+    def read(p: Parts) -> Numbers:
+        """Transposed: (inputs, outputs), zeros and scales (groups, outputs). In the first version
+        zero points are stored minus 1: in 4 bits a stored 15 is -1, and so the zero point is 0. Of
+        symmetric weights it is in the middle, whatever is stored, by some minus 1."""
+        if is_ordered and "g_idx" not in p:
+            refuse("desc_act", True, "there is no g_idx, which says the order")
+        values, zeros = split_words(p["qweight"], bits, 0).T, split_words(p["qzeros"], bits, 1)
+        zeros = ((zeros + (version == "gptq")) % 2 ** bits)[:, :len(values)].T
+        if is_symmetric:
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
+        return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]), p.get("g_idx"))
+
+    return Format(("qweight", "qzeros", "scales", "g_idx"), read, bits, is_ordered, "g_idx")
+
+
+def read_awq(entry: dict) -> Format:
+    allow(entry, "bits" if "bits" in entry else "w_bit", (4,))
+    name = "version" if "version" in entry else "format"  # old and new
+    allow({name: str(entry.get(name, "gemm")).lower()}, name, ("gemm",))
+    size, has_zeros = group_size(entry), allow(entry, "zero_point", (True, False), True)
+
+    def read(p: Parts) -> Numbers:
+        """Transposed as well, with both packed along the outputs in an order of their own."""
+        place = torch.tensor(AWQ_ORDER).argsort()
+        values, zeros = (split_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
+                         for name in ("qweight", "qzeros"))
+        if not has_zeros and (zeros != 8).any():
+            refuse("zero_point", False, "zero points other than 8 are stored")
+        return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]))
+
+    return Format(("qweight", "qzeros", "scales"), read, 4)
+
+
+def group_size(entry: dict) -> int | None:
+    """The inputs that share a scale; None for all of them."""
+    size = entry.get("group_size", entry.get("q_group_size"))
+    return None if size in (None, -1) else blocks("group_size", size, 1)[0]
+
+
+# ------------------------------------------------------------------- arithmetic
+
+
+def dense(numbers: Numbers) -> torch.Tensor:
+    """(outputs, inputs), in float32"""
+    weight, (zeros, scales, groups) = numbers.values.float(), by_group(numbers)
+    if zeros is not None:
+        weight -= zeros.float()[:, groups]
+    return weight.mul_(scales[:, groups])
+
+
+def kept(numbers: Numbers) -> Grouped | torch.Tensor:
+    """4 bits as they are. Dense, where the inputs of a group are no neighbours."""
+    zeros, scales, groups = by_group(numbers)
+    size = int((groups == 0).sum())
+    if not size or not torch.equal(groups, torch.arange(len(groups)) // size):
+        return dense(numbers)
+    return Grouped(numbers.values.to(torch.uint8), zeros.to(torch.uint8), scales, size)
+
+
+def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Zeros and scales, (outputs, groups of inputs), and the group of each input. "Act-order" deals
+    the inputs out by importance."""
+    values, zeros, scales, block, groups = numbers
+    if not scales.is_floating_point():  # but the exponents or the bits of some other format
+        raise ValueError(f"scales are {scales.dtype}, which is no float")
+    (rows, inputs), height = values.shape, 1
+    if groups is None:
+        height, groups = block[0], torch.arange(inputs) // block[1]
+        counts = [-(-rows // height), -(-inputs // block[1])]
+    else:
+        counts, groups = [rows, scales.shape[-1]], groups.long()
+        if groups.shape != (inputs,):
+            raise ValueError(f"{tuple(groups.shape)} inputs by g_idx for {(rows, inputs)} weights")
+        if inputs and not 0 <= int(groups.min()) <= int(groups.max()) < counts[1]:
+            raise ValueError(f"g_idx names other groups than 0 to {counts[1] - 1}")
+
+    def for_rows(each: torch.Tensor) -> torch.Tensor:
+        if [n for n in each.shape if n > 1] != [n for n in counts if n > 1]:
+            raise ValueError(f"{tuple(each.shape)} scales or zero points for {counts} blocks")
+        return each.reshape(counts).repeat_interleave(height, 0)[:rows]
+
+    return None if zeros is None else for_rows(zeros), for_rows(scales.float()), groups
+
+
+def split_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Words into numbers of `bits` bits, the lowest bits first; each becomes 32 / bits of them."""
+    if packed.dtype != torch.int32:
+        raise ValueError(f"words are {packed.dtype}, not int32")
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    shape = [1] * (packed.dim() + 1)
+    shape[dim + 1] = -1
+    numbers = (packed.unsqueeze(dim + 1) >> shifts.view(shape)) & (2 ** bits - 1)
+    return numbers.flatten(dim, dim + 1)

@@ -1,0 +1,312 @@
+// x @ weight.T for a weight that is small whole numbers: int8 by row, or 4 bits in groups.
+//
+// The code is device/cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
+// long as there are inputs; a unit is two neighbouring inputs. A unit of a panel becomes 32 numbers
+// of 16 bits in a register, and one instruction multiplies them by a row's unit and adds both
+// products to 16 sums of 32 bits:
+//
+//     int8: panel (units, 16, 2)         rows (units, R), two int16 each         sums (R, 16 P)
+//     unit 0   o0 o0 o1 o1 ... o15 o15   unit 0   r0 r1 .. rR     block scale    r0  o0 o1 ... o15
+//     unit 1   o0 o0 o1 o1 ... o15 o15   unit 1   r0 r1 .. rR     of r0, r1 ..   r1
+//
+// For that the activations become whole numbers of 16 bits, too: each block of 512 inputs of a row
+// has its own scale, the largest number in it over 32767. That keeps 15 bits of the largest number,
+// where bfloat16 has 8. Why 512: a block's sum is 512 * 127 * 32767 at most, which is just below
+// 2^31. Behind a block the sums are scaled and added up in float32.
+//
+// Of 4 bits, weight = (q - z) * s, and a group of inputs shares s and z. A panel is one stream of
+// lines of 64 bytes, 32 bits for each output. A group's first line has s, a float32 whose last four
+// bits are z. Each of the others has four units: in the low half of an output's word their first
+// inputs, in the high half their second ones. A shift and a mask make 16 bits of any of them:
+//
+//     line       word of an output, from the highest bits down
+//     head       s s s s s s s z              shifted by 4, the low half has q2 and the high half
+//     units 0-3  q7 q5 q3 q1 q6 q4 q2 q0      q3: unit 1
+//
+// Behind a group the sums are scaled. Groups divide 512, so a row has one scale in each.
+//
+// Sums of whole numbers are exact, and blocks are added in their order, so a row's result depends
+// neither on the threads nor on the other rows. Why not int8 activations, which would be twice as
+// fast where products and not bytes are the limit: they change the text (W8A8), these do not.
+//
+// Shapes and dtypes are checked in device/library.py. Built by device/build.py.
+
+#include "library.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr long UNIT = 2 * PANEL;  // bytes of a panel's unit of int8
+constexpr long LINE = 4 * PANEL, LINE_UNITS = 4;  // of 4 bits
+constexpr long BLOCK = 512, BLOCK_UNITS = BLOCK / 2;
+#if defined(__AVX512BW__)
+constexpr int LANES = 16, MAX_ROWS[] = {0, 16, 14};  // rows of a tile of 1 panel, of 2:
+#elif defined(__AVX2__)
+constexpr int LANES = 8, MAX_ROWS[] = {0, 6, 2};  // as many sums as there are registers
+#else
+constexpr int LANES = 4, MAX_ROWS[] = {0, 2, 1};
+#endif
+constexpr int VECTORS = PANEL / LANES;  // of a panel's line
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
+
+// 2 * LANES numbers of 8 bits, widened; those of unit k of a line of 4 bits, less their zero
+// points; and what they add to the sums.
+#if defined(__AVX512BW__)
+typedef __m512i Wide;
+inline Wide widen(const uint8_t *at) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at));
+}
+inline void multiply_add(Ints &sum, Wide line, int32_t row) {
+#if defined(__AVX512VNNI__)
+    sum = (Ints)_mm512_dpwssd_epi32((__m512i)sum, line, _mm512_set1_epi32(row));
+#else
+    sum += (Ints)_mm512_madd_epi16(line, _mm512_set1_epi32(row));
+#endif
+}
+#elif defined(__AVX2__)
+typedef __m256i Wide;
+inline Wide widen(const uint8_t *at) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at));
+}
+inline void multiply_add(Ints &sum, Wide line, int32_t row) {
+    sum += (Ints)_mm256_madd_epi16(line, _mm256_set1_epi32(row));
+}
+#else
+struct Wide { Ints first, second; };  // each output's first input, and its second
+inline Wide widen(const uint8_t *at) {
+    Wide line;
+    for (int i = 0; i < LANES; i++)
+        line.first[i] = int8_t(at[2 * i]), line.second[i] = int8_t(at[2 * i + 1]);
+    return line;
+}
+inline Wide unpack(Bits line, int k, Bits zeros) {
+    return {(Ints)(line >> 4 * k & 15) - (Ints)(zeros & 15),
+            (Ints)(line >> (16 + 4 * k) & 15) - (Ints)(zeros & 15)};
+}
+inline void multiply_add(Ints &sum, const Wide &line, int32_t row) {
+    sum += line.first * int32_t(int16_t(row)) + line.second * (row >> 16);
+}
+#endif
+#if defined(__AVX2__)
+inline Wide unpack(Bits line, int k, Bits zeros) {  // zeros: in both halves
+    return (Wide)(((Halves)line >> 4 * k & 15) - (Halves)zeros);
+}
+#endif
+
+inline Bits bits_at(const uint8_t *at) { Bits x; std::memcpy(&x, at, sizeof x); return x; }
+inline void add_scaled(Vector sums, float scale, float *out) {
+    Vector total;
+    std::memcpy(&total, out, sizeof total);
+    total += sums * scale;
+    std::memcpy(out, &total, sizeof total);
+}
+
+// ----------------------------------------------------------------- the loops
+
+// out (R, 16 * P) = rows (units, R) times P panels. scales: of the rows' blocks, (blocks, R). next:
+// what is read afterwards, which is fetched meanwhile; or null. One row alone is one stream, which
+// the CPU itself fetches early enough.
+template <int R, int P>
+void multiply(const int32_t *rows, const float *scales, const uint8_t *const *panels,
+              const uint8_t *const *next, long units, long, float *out) {
+    constexpr int WIDTH = P * VECTORS;  // vectors of a row's sums
+    std::memset(out, 0, R * P * PANEL * sizeof(float));
+    for (long first = 0; first < units; first += BLOCK_UNITS, scales += R) {
+        Ints sums[R * WIDTH];
+#pragma GCC unroll 64
+        for (int i = 0; i < R * WIDTH; i++) sums[i] = Ints{};
+        const long end = std::min(first + BLOCK_UNITS, units);
+        for (long u = first; u < end; u++, rows += R) {
+            Wide line[WIDTH];
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++) {
+                const int p = i / VECTORS, part = i % VECTORS;
+                line[i] = widen(panels[p] + u * UNIT + part * 2 * LANES);
+                if (R > 1 && next && part == 0) __builtin_prefetch(next[p] + u * UNIT);
+            }
+#pragma GCC unroll 64
+            for (int i = 0; i < R * WIDTH; i++)
+                multiply_add(sums[i], line[i % WIDTH], rows[i / WIDTH]);
+        }
+#pragma GCC unroll 64
+        for (int i = 0; i < R * WIDTH; i++)
+            add_scaled(__builtin_convertvector(sums[i], Vector), scales[i / WIDTH],
+                       out + i * LANES);
+    }
+}
+
+// The same for 4 bits in groups of so many units: the sums of a group are scaled as its weights are,
+// and those of a block by the row. A sum waits for its last addition: one row alone, which has
+// nothing else to do meanwhile, has four sums for each output. (docs/LOG.md, 2026-11-24.)
+template <int R, int P>
+void multiply_4(const int32_t *rows, const float *scales, const uint8_t *const *panels,
+                const uint8_t *const *next, long units, long group, float *out) {
+    constexpr int WIDTH = P * VECTORS, CHAINS = R == 1 ? LINE_UNITS : 1;
+    std::memset(out, 0, R * P * PANEL * sizeof(float));
+    long at = 0;  // in a panel
+    Vector block[R * WIDTH] = {};
+    for (long first = 0; first < units; first += group) {
+        Vector weight_scales[WIDTH];
+        Bits zeros[WIDTH];
+        Ints sums[CHAINS * R * WIDTH];
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {
+            const Bits head = bits_at(panels[i / VECTORS] + at + i % VECTORS * 4 * LANES);
+            weight_scales[i] = (Vector)(head & ~15u);
+            zeros[i] = (head & 15) * 0x10001;
+        }
+        at += LINE;
+#pragma GCC unroll 64
+        for (int i = 0; i < CHAINS * R * WIDTH; i++) sums[i] = Ints{};
+        for (long u = first; u < first + group; u += LINE_UNITS, at += LINE) {
+            Bits line[WIDTH];
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++) {
+                const int p = i / VECTORS, part = i % VECTORS;
+                line[i] = bits_at(panels[p] + at + part * 4 * LANES);
+                if (R > 1 && next && part == 0) __builtin_prefetch(next[p] + at);
+            }
+#pragma GCC unroll 4
+            for (int k = 0; k < LINE_UNITS; k++, rows += R) {
+                Wide unit[WIDTH];
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDTH; i++) unit[i] = unpack(line[i], k, zeros[i]);
+#pragma GCC unroll 64
+                for (int i = 0; i < R * WIDTH; i++)
+                    multiply_add(sums[k % CHAINS * R * WIDTH + i], unit[i % WIDTH],
+                                 rows[i / WIDTH]);
+            }
+        }
+        // A group of 512 inputs is 512 * 15 * 32767 at most, an eighth of what 32 bits hold.
+#pragma GCC unroll 64
+        for (int i = R * WIDTH; i < CHAINS * R * WIDTH; i++) sums[i % (R * WIDTH)] += sums[i];
+#pragma GCC unroll 64
+        for (int i = 0; i < R * WIDTH; i++)
+            block[i] += __builtin_convertvector(sums[i], Vector) * weight_scales[i % WIDTH];
+        if ((first + group) % BLOCK_UNITS && first + group < units) continue;
+#pragma GCC unroll 64
+        for (int i = 0; i < R * WIDTH; i++) {
+            add_scaled(block[i], scales[i / WIDTH], out + i * LANES);
+            block[i] = Vector{};
+        }
+        scales += R;
+    }
+}
+
+using Multiply = void (*)(const int32_t *, const float *, const uint8_t *const *,
+                          const uint8_t *const *, long, long, float *);
+
+// The loop for a tile of `rows` rows and `panels` panels, 1 or 2; of 4 bits it is always 1.
+template <int... R>
+Multiply pick_loop(int rows, long panels, bool is_4, std::integer_sequence<int, R...>) {
+    static const Multiply loops[][sizeof...(R)] = {
+        {multiply<R + 1, 1>...}, {multiply<std::min(R + 1, MAX_ROWS[2]), 2>...},
+        {multiply_4<R + 1, 1>...}};
+    return loops[is_4 ? 2 : panels - 1][rows - 1];
+}
+Multiply loop_for(int rows, long panels, bool is_4) {
+    return pick_loop(rows, panels, is_4, std::make_integer_sequence<int, MAX_ROWS[1]>());
+}
+
+// How rows are cut into tiles: as few as registers allow, of equal size; the last is filled up.
+// Few rows take one panel at a time, which is read from one end to the other: four side by side, as
+// cpu.cpp has them, are four streams of half as many bytes (docs/LOG.md, 2026-11-24).
+struct Tiling {
+    int rows, panels;  // of a tile
+    long tiles;
+    Tiling(long count, bool is_4) {
+        panels = LANES == 16 && count > MAX_ROWS[1] && !is_4 ? 2 : 1;
+        tiles = ceil_div(count, MAX_ROWS[panels]);
+        rows = int(ceil_div(count, tiles));
+    }
+};
+
+// A row in whole numbers, a block at a time, into its place in a tile of `tile_rows` rows.
+template <class T>
+void round_row(const T *x, long inputs, int tile_rows, int32_t *units, float *scales) {
+    for (long first = 0; first < inputs; first += BLOCK, x += BLOCK, scales += tile_rows) {
+        const long count = std::min(BLOCK, inputs - first);
+        uint32_t top = 0;  // of the numbers without their sign; NaN is the highest, then infinity
+        for (long i = 0; i < count; i++) top = std::max(top, as_bits(wide(x[i])) & 0x7fffffffu);
+        const float high = as_float(top);
+        *scales = top < 0x7f800000u ? high / 32767 : NAN;  // one NaN makes the results NaN
+        const float factor = high > 1e-30f && top < 0x7f800000u ? 32767 / high : 0;
+        int16_t rounded[BLOCK];
+        // Adding 1.5 * 2^23 leaves a number's whole part in the last bits of its sum.
+        for (long i = 0; i < count; i++)
+            rounded[i] = int16_t(as_bits(wide(x[i]) * factor + 12582912.0f) - 0x4b400000u);
+        if (count % 2) rounded[count] = 0;
+        for (long i = 0; i < count; i += 2, units += tile_rows) std::memcpy(units, rounded + i, 4);
+    }
+}
+
+constexpr long AHEAD = 128 * UNIT;  // bytes of a panel that are fetched before they are needed
+
+// out (rows, outputs) = x @ weight.T + bias. group: the inputs of a group of 4 bits; 0 for int8,
+// which alone has weight_scales.
+template <class T>
+void product(const T *x, const uint8_t *weight, const float *weight_scales, long group,
+             const T *bias, T *out, long rows, long inputs, long outputs) {
+    if (!rows) return;  // as in device/cpu.cpp
+    const bool is_4 = group > 0;
+    const Tiling tiling(rows, is_4);
+    const long units = is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 2);
+    const long panels = ceil_div(outputs, PANEL);
+    const long panel_size = is_4 ? ceil_div(inputs, group) * (1 + group / 8) * LINE : units * UNIT;
+    const long blocks = ceil_div(inputs, BLOCK);
+    const long tile_size = units * tiling.rows, scales_size = blocks * tiling.rows;
+    int32_t *packed = scratch<int32_t>(0, tiling.tiles * tile_size);
+    float *scales = scratch<float>(1, tiling.tiles * scales_size);
+    // By tiles: two threads that write to the rows of one would wait for each other's cache lines.
+    share_out(tiling.tiles, rows > 32, [&](long t) {  // few rows: quicker than asking
+        for (long r = 0; r < tiling.rows; r++) {
+            const long row = t * tiling.rows + r;
+            int32_t *its_units = packed + t * tile_size + r;
+            if (row < rows)
+                round_row(x + row * inputs, inputs, tiling.rows, its_units,
+                          scales + t * scales_size + r);
+            // Behind the last input, up to a whole group; and rows that fill the last tile.
+            for (long u = row < rows ? ceil_div(inputs, 2) : 0; u < units; u++)
+                its_units[u * tiling.rows] = 0;
+        }
+    });
+    const bool is_worth_it = rows * inputs * outputs > 65536;
+    share_product(tiling.tiles, tiling.rows, panels, is_worth_it, [&](
+            long first_tile, long end_tile, long p, long end) {
+        for (long width = tiling.panels; p < end; p += width) {
+            width = std::min(width, end - p);
+            const Multiply loop = loop_for(tiling.rows, width, is_4);
+            const uint8_t *list[2], *next[2];
+            for (int i = 0; i < width; i++) {
+                list[i] = weight + (p + i) * panel_size;
+                next[i] = list[i] + (end_tile - first_tile > 1 ? width * panel_size : AHEAD);
+            }
+            for (long t = first_tile; t < end_tile; t++) {
+                alignas(64) float sums[16 * 2 * PANEL];
+                loop(packed + t * tile_size, scales + t * scales_size, list,
+                     t == end_tile - 1 ? next : nullptr, units, group / 2, sums);
+                const long count = std::min(width * PANEL, outputs - p * PANEL);
+                for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
+                    float *sum = sums + r * width * PANEL;
+                    if (weight_scales)
+                        for (long i = 0; i < count; i++) sum[i] *= weight_scales[p * PANEL + i];
+                    put_row(sum, bias ? bias + p * PANEL : nullptr,
+                            out + (t * tiling.rows + r) * outputs + p * PANEL, count);
+                }
+            }
+        }
+    });
+}
+
+}  // namespace
+
+extern "C" const Function functions[] = {
+    FUNCTION(product, T x[rows inputs], i8 weight[_panels _units _lanes _bytes],
+             f32? weight_scales[outputs], long group, T? bias[outputs] -> T out[rows outputs]),
+    {}};

@@ -1,0 +1,1 @@
+"""Networks with states beside the KV cache: an extra."""

@@ -1,0 +1,422 @@
+"""Networks whose layers keep a memory of their own: Mamba 2, gated delta nets, short convolutions.
+
+Attention looks back at the KV of all tokens. A recurrent layer folds them into one *state* of a
+fixed size instead (Gu and Dao 2023, "Mamba"; Yang et al. 2024, "Gated Delta Networks"), and a
+hybrid has both kinds of layers. The KV is in blocks, as ever. A state lies at `Sequence.row`:
+
+    states   row 0 | row 1 | ... | row R-1 | zeros | snapshot | ... | drafts of row 0 | ...
+             a step changes its own rows   | where a row begins     | behind each draft: the next
+                                                                      step goes on from a right one
+
+transformers' recurrent layers (*mixers*) reach their state through one interface of its cache. So
+one object that answers it with the states of some rows, `Rows`, runs all of them.
+
+Invariant: **a row's state is that of exactly the tokens that its sequence has computed.** KV may be
+written twice; a token that is folded twice changes the text. So a row begins with zeros or a
+snapshot (recurrent_snapshots.py), and whoever was in a step that is lost starts anew. A trial at
+load takes 9 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row; networks whose
+mixers take no state from outside (Mamba 1, Jamba) fail it and are refused.
+
+Known limits: one rank, no adapters; the speed of transformers' mixers, but for gated delta nets
+(recurrent_delta.py). Not known here: blocks, requests. Road not taken: mixers of our own.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, chain
+
+import torch
+from torch import nn
+
+from nanoserve.batch import Batch
+from nanoserve.config import EngineConfig
+from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend.metrics import Metric, say
+from nanoserve.model import KVCache
+from nanoserve.sampler import put
+from nanoserve.sequence import Step
+from nanoserve_extras.foreign.foreign_layers import SIZES, Packed, Picks
+from nanoserve_extras.foreign.transformers_model import Pages, Probe, TransformersModel
+from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
+from nanoserve_extras.recurrent.recurrent_snapshots import Copies, Snapshots
+
+Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
+CHUNKS = (4, 3, 1, 1)  # of the trial at load
+STATES_SHARE = 0.5  # of the memory that is left, for rows at most
+SNAPSHOTS_SHARE = 0.1  # of what the KV cache takes, unless `snapshot_bytes` says how much
+LEAST_SNAPSHOTS = 4  # of a small cache
+
+
+# ------------------------------------------------------------------ the mixers
+
+
+@dataclass
+class Rows:
+    """In the place of transformers' cache. Attention has `Pages`; `update` hands its keys back.
+
+    states: (num_states, ...) each; while a mixer runs, those of its rows alone, (b, ...). places:
+    of each of the step's rows, where its state lies, and where its tokens leave it: all of them in
+    one place, or each in its own.
+    """
+
+    states: dict[Key, torch.Tensor]
+    places: list[list[int]]
+    query_lens: list[int]
+    device: torch.device
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        return self.states["conv", layer_idx, state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        return self.states["recurrent", layer_idx, state_idx]
+
+    def update_conv_state(self, new: torch.Tensor, layer_idx: int, state_idx: int = 0,
+                          conv_kernel_size: int | None = None) -> torch.Tensor:
+        """new: (b, channels, n). Returns the window before it, too, and keeps the last one."""
+        state = self.states["conv", layer_idx, state_idx]
+        inputs = torch.cat((state.to(new.dtype), new), dim=-1)
+        state.copy_(inputs[..., -state.shape[-1]:])
+        return inputs
+
+    def update_recurrent_state(self, new: torch.Tensor, layer_idx: int,
+                               state_idx: int = 0) -> torch.Tensor:
+        return self.states["recurrent", layer_idx, state_idx].copy_(new)
+
+    @cached_property
+    def parts(self) -> list[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor]]:
+        """What a mixer computes at once: which tokens, n of b rows each; where these rows' states
+        lie and are left, (b,) each. First the rows of one token and the first of drafted rows, then
+        the second of these, and so on, each a batch with n = 1; then chunks, each with b = 1."""
+        turns, chunks, end = defaultdict(list), [], 0
+        for (source, *slots), n in zip(self.places, self.query_lens, strict=True):
+            tokens, end = range(end, end + n), end + n
+            if len(slots) < n:
+                chunks.append((tokens, [source], slots))
+                continue
+            for turn, one in enumerate(zip(tokens, (source, *slots), slots, strict=False)):
+                turns[turn].append(one)
+        batches = [tuple(zip(*turn, strict=True)) for turn in turns.values()]
+        return [(slice(tokens[0], tokens[-1] + 1) if tokens[-1] - tokens[0] == len(tokens) - 1
+                 else self.on_device(tokens), self.on_device(sources), self.on_device(targets))
+                for tokens, sources, targets in batches + chunks]
+
+    def on_device(self, numbers: Iterable[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return put(list(numbers), dtype, device=self.device)
+
+    # The same for an op that computes all rows at once, see `recurrent_delta.delta_rule`.
+
+    @cached_property
+    def sources(self) -> torch.Tensor:
+        return self.on_device(source for source, *_ in self.places)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        return self.on_device(chain.from_iterable(
+            slots * (n // len(slots)) for (_, *slots), n in zip(self.places, self.query_lens,
+                                                                strict=True)))
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        return self.on_device(accumulate(self.query_lens, initial=0), torch.int32)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return True
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs) -> tuple:
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class Finder(Rows):
+    """Notes which module touches which state, and its shape. A mixer that finds none begins anew
+    and hands over what it would keep."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__({}, [], [], torch.device("meta"))
+        self.running: list[nn.Module] = []
+        self.keys: dict[nn.Module, list[Key]] = {}
+        self.hooks = [hook for module in network.modules() for hook in (
+            module.register_forward_pre_hook(self.enter), module.register_forward_hook(self.leave))]
+
+    def enter(self, module: nn.Module, args: tuple) -> None:
+        self.running.append(module)
+
+    def leave(self, *unused) -> None:
+        self.running.pop()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return False
+
+    def update_conv_state(self, new: torch.Tensor, layer_idx: int, state_idx: int = 0,
+                          conv_kernel_size: int | None = None) -> torch.Tensor:
+        size = conv_kernel_size or new.shape[-1]
+        self.note(("conv", layer_idx, state_idx), new.new_empty(1, *new.shape[1:-1], size))
+        return new
+
+    def update_recurrent_state(self, new: torch.Tensor, layer_idx: int,
+                               state_idx: int = 0) -> torch.Tensor:
+        self.note(("recurrent", layer_idx, state_idx), new.float())  # in half precision it drifts
+        return new
+
+    def note(self, key: Key, state: torch.Tensor) -> None:
+        if key in self.states:
+            raise ValueError(f"{key[0]} state {key[2]} of layer {key[1]} is written twice")
+        self.states[key] = state.to("meta")
+        self.keys.setdefault(self.running[-1], []).append(key)
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def by_rows(mixer: Callable, keys: list[Key], hidden_states: torch.Tensor, cache: Rows,
+            **unused) -> torch.Tensor:
+    """A mixer's forward, (1, num_tokens, hidden_size), in the place of its own, in `cache.parts`.
+    No mask is handed on: a row has no padding."""
+    out = torch.empty_like(hidden_states)
+    for tokens, sources, targets in cache.parts:
+        held = {key: cache.states[key].index_select(0, sources) for key in keys}
+        x = hidden_states[0, tokens].unflatten(0, (len(sources), -1))
+        out[0, tokens] = mixer(x, cache=replace(cache, states=held)).flatten(0, 1)
+        for key, state in held.items():
+            cache.states[key].index_copy_(0, targets, state)
+    return out
+
+
+# ----------------------------------------------------------------- the network
+
+
+class RecurrentModel(TransformersModel):
+    """A network of transformers' with a state for each row, and snapshots. config: resolved.
+    counts: of rows and snapshots, if the engine has had such a network before."""
+
+    def __init__(self, config: EngineConfig, counts: tuple[int, int] | None, *args, **options):
+        self.shapes: dict[Key, torch.Tensor] = {}  # (1, ...), without memory
+        self.states: dict[Key, torch.Tensor] = {}
+        self.copies: Copies | None = None  # of the step to come
+        super().__init__(*args, **options)
+        self.state_bytes = sum(state.nbytes for state in self.shapes.values())
+        kv_bytes = sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
+        self.most_rows, self.num_snapshots = counts or share_memory(
+            config, self.state_bytes, kv_bytes, free_memory(config, self.on.device))
+        with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
+            self.states = self.make_states(
+                self.most_rows * (1 + config.num_drafts) + 1 + self.num_snapshots)
+        for states in self.states.values():
+            states.is_scratch = True  # an engine that sleeps forgets them
+
+    def make_states(self, count: int) -> dict[Key, torch.Tensor]:
+        """`count` of them, zeroed. Written here, so that they no longer count as free memory."""
+        return {key: torch.empty(count, *state.shape[1:], dtype=state.dtype,
+                                 device=self.on.device).zero_()
+                for key, state in self.shapes.items()}
+
+    def expect(self, copies: Copies) -> None:
+        """The next step: whose rows it computes, and which states are copied around it."""
+        self.copies = copies
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
+        copies, self.copies = self.copies, None
+        if copies is None:  # the largest step, which is measured
+            copies = Copies([[i % self.most_rows] * 2 for i in range(len(batch.query_lens))])
+        out = self.run(input_ids, positions, wanted, self.pages(kv_cache, batch),
+                       Rows(self.states, copies.places, batch.query_lens, self.on.device))
+        if copies.after:
+            sources, targets = put(copies.after, torch.int64, device=self.on.device).T
+            for states in self.states.values():
+                states.index_copy_(0, targets, states.index_select(0, sources))
+        return out
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor,
+            pages: Pages | Probe, cache: Rows | None = None, **options) -> torch.Tensor:
+        """cache: None at load, where each token is a row of its own, at its beginning."""
+        count = len(ids)
+        cache = cache or Rows(self.make_states(count), [[i, i] for i in range(count)],
+                              [1] * count, ids.device)
+        return super().run(ids, positions, wanted, pages, cache=cache, **options)
+
+    # ------------------------------------------------------------ the trial at load
+
+    def _probe(self, width: int) -> dict[int, tuple]:
+        """Find the mixers, and hold their chunks against what the network computes at once."""
+        count = min(sum(CHUNKS), self.config.max_position_embeddings)
+        ids = (torch.arange(2 * count, device=self.on.device) * 7 + 1) % self.config.vocab_size
+        texts = [(one, torch.arange(len(one), device=ids.device)) for one in ids.split(count)]
+        dense = [self.at_once(*text) for text in texts]
+        finder = Finder(self.layers)
+        try:
+            self.at_once(*texts[0], cache=finder)
+        finally:
+            finder.close()
+        if not finder.states:
+            raise ValueError("its layers keep a state somewhere else than in transformers' cache")
+        self.num_mixers, self.num_fast, self.shapes = len(finder.keys), 0, dict(finder.states)
+        for module, keys in finder.keys.items():
+            fast = self.is_delta_net(module, keys)
+            self.replace(module, keys, fast)
+            self.num_fast += fast
+        if not self.are_close(dense, [self.in_chunks(*text, *texts[0]) for text in texts]):
+            raise ValueError("its layers do not go on from a state that is handed to them")
+        return super()._probe(width)
+
+    def is_delta_net(self, net: nn.Module, keys: list[Key]) -> bool:
+        """Whether `DeltaNet` computes what a mixer does. A copy of it in float32, with `Picks` for
+        matrices, gets rows of all sizes: twice one token, then a chunk."""
+        trial, device = copy(net), self.on.device
+        try:
+            trial._parameters = {name: one.float() for name, one in net._parameters.items()}
+            trial._modules = {
+                name: Picks(one.weight.shape, i) if type(one) is Packed else deepcopy(one).float()
+                for i, (name, one) in enumerate(net._modules.items())}
+            ours = DeltaNet(trial, self.on.ops)
+            x = torch.randn(5, net.hidden_size, generator=torch.Generator().manual_seed(0))
+            x = (SIZES[..., None] * torch.stack((x, -x))[:, None]).flatten(0, 1).to(device)
+            theirs = {key: torch.zeros(len(x), *self.shapes[key].shape[1:], device=device)
+                      for key in keys}
+            own = {key: (state.transpose(1, 2)[:, 1:] if key[0] == "conv" else state).clone()
+                   for key, state in theirs.items()}
+            for chunk in x.split((1, 1, 3), 1):
+                step = [[i, i] for i in range(len(x))], [chunk.shape[1]] * len(x), device
+                wanted = type(net).forward(trial, chunk, cache=Rows(theirs, *step))
+                got = ours.forward(chunk.flatten(0, 1)[None], Rows(own, *step)).view_as(wanted)
+                # A twin may flush numbers below 1e-38 to 0.
+                lost = 1e-5 * wanted.abs().amax(-1, keepdim=True) + 1e-30
+                if not ((got - wanted).abs() <= lost).all():
+                    return False
+        except Exception:  # it has other parts
+            return False
+        return True
+
+    def replace(self, module: nn.Module, keys: list[Key], fast: bool) -> None:
+        """A mixer's forward. Weak: a module that holds itself would keep its weights after the
+        engine's end."""
+        if fast:
+            module.forward = DeltaNet(weakref.proxy(module), self.on.ops).forward
+            conv = "conv", module.layer_idx, 0
+            self.shapes[conv] = self.shapes[conv].transpose(1, 2)[:, 1:]  # see `DeltaNet.convolve`
+        else:
+            module.forward = partial(by_rows, partial(type(module).forward, weakref.proxy(module)),
+                                     keys)
+
+    def at_once(self, ids: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
+        """Logits, (num_tokens, vocab_size), by the network as it is."""
+        return super().run(ids, positions, positions, Probe(), attention_mask=mask_for(ids),
+                           **options)
+
+    def in_chunks(self, ids: torch.Tensor, positions: torch.Tensor, others: torch.Tensor,
+                  places: torch.Tensor) -> torch.Tensor:
+        """The same in several steps. Beside each chunk another row, in front, computes a token."""
+        states, out = self.make_states(2), []
+        chunks = zip(ids.split(CHUNKS), positions.split(CHUNKS), strict=True)
+        for i, (chunk, at) in enumerate(chunks):
+            wanted = 1 + torch.arange(len(chunk), device=ids.device)
+            both = torch.cat((others[i:i + 1], chunk))
+            cache = Rows(states, [[1, 1], [0, 0]], [1, len(chunk)], ids.device)
+            out.append(self.run(both, torch.cat((places[i:i + 1], at)), wanted, Probe(), cache,
+                                attention_mask=mask_for(both)))
+        return torch.cat(out)
+
+
+def mask_for(ids: torch.Tensor) -> torch.Tensor:
+    """No padding."""
+    return torch.ones(1, len(ids), device=ids.device)
+
+
+# ---------------------------------------------------------------- at the start
+
+
+class Recurrent(Extra):
+    """What `LLM` adds for a network that keeps states."""
+
+    snapshots: Snapshots
+    counts: tuple[int, int] | None = None  # which other weights don't change
+
+    def prepare(self, plan: Plan) -> Plan:
+        config = plan.config
+        for option, value in (
+                ("kv_offload_bytes", config.kv_offload_bytes), ("kv_store", config.kv_store),
+                ("enable_lora", config.enable_lora)):
+            if value:
+                raise ValueError(f"{option}={value!r} does not go together with the recurrent "
+                                 f"states of {plan.model_config.architecture}: leave it out")
+        make = partial(plan.parts.make_network, make=partial(self.make, config))
+        return replace(plan, parts=replace(plan.parts, make_network=make))
+
+    def make(self, config: EngineConfig, *args, **options) -> RecurrentModel:
+        model = RecurrentModel(config, self.counts, *args, **options)
+        self.counts = model.most_rows, model.num_snapshots
+        return model
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.runner = weakref.proxy(engine.runner)  # whose parts hold this object
+        model = engine.runner.model
+        self.labels = {"model_name": str(engine.config.model)}
+        self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots,
+                                   engine.config.num_drafts)
+        engine.add(self.snapshots)
+        slow = ", the others by transformers' own mixers, which are slower"
+        count = 1 + engine.config.num_drafts
+        say(f"recurrent states: {count} x {size_of(model.state_bytes)} a sequence, "
+            f"{model.most_rows} sequences and {model.num_snapshots} snapshots = "
+            f"{size_of(model.state_bytes * (model.most_rows * count + model.num_snapshots))}; "
+            f"{model.num_fast} of {model.num_mixers} layers by delta_rule"
+            f"{slow if model.num_fast < model.num_mixers else ''}")
+
+    def launching(self, step: Step) -> None:
+        self.runner.model.expect(self.snapshots.plan(step))
+
+    def metrics(self) -> list[Metric]:
+        return self.snapshots.read_metrics(self.labels)
+
+
+def size_of(num_bytes: int) -> str:
+    return f"{num_bytes / 2 ** 20:,.3g} MB"
+
+
+def share_memory(config: EngineConfig, state_bytes: int, token_bytes: int,
+                 budget: int) -> tuple[int, int]:
+    """How many rows get a state, and how many snapshots there are. budget: bytes that are left, for
+    states and KV. Raises `ValueError` where there is no room for one row."""
+    row_bytes = state_bytes * (1 + config.num_drafts)
+    num_rows = min(config.max_num_seqs, int((STATES_SHARE * budget - state_bytes) / row_bytes))
+    if num_rows < 1:
+        raise ValueError(f"no room for one sequence's recurrent state of {size_of(row_bytes)}: "
+                         f"{size_of(budget)} are left, half of which is for KV. End other programs "
+                         "that use the memory, or raise gpu_memory_utilization")
+    if num_rows < config.max_num_seqs:
+        say(f"max_num_seqs is lowered from {config.max_num_seqs} to {num_rows}: a sequence keeps a "
+            f"recurrent state of {size_of(row_bytes)}")
+    if not config.enable_prefix_caching:
+        return num_rows, 0
+    if config.snapshot_bytes is not None:
+        return num_rows, config.snapshot_bytes // state_bytes
+    num_tokens = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
+    kv_bytes = min(budget - num_rows * row_bytes, num_tokens * token_bytes)
+    if config.num_gpu_blocks_override is not None:
+        kv_bytes = config.num_gpu_blocks_override * config.block_size * token_bytes
+    elif config.kv_cache_memory_bytes is not None:
+        kv_bytes = config.kv_cache_memory_bytes
+    return num_rows, max(LEAST_SNAPSHOTS, int(SNAPSHOTS_SHARE * kv_bytes / state_bytes))

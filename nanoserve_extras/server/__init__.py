@@ -1,0 +1,1 @@
+"""The front door above `llm`: an asynchronous engine, an HTTP server, metrics."""

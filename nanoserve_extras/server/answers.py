@@ -1,0 +1,344 @@
+"""What clients get: outputs of the engine as OpenAI's objects, whole or in pieces.
+
+                     whole, at the end             in pieces, as server-sent events
+    completion       text_completion               text_completion, each with what is new
+    chat             chat.completion               chat.completion.chunk: a role, then texts
+
+A *choice* is one sample of one prompt. Choices of a request come side by side and carry their
+index: with 2 prompts and n=3 prompt 1's samples are 3, 4 and 5. The two endpoints have a class
+each, because almost everything differs: the names, the shape of a piece, the logprobs.
+
+    event stream     data: {a piece}  ...  data: {usage, if asked for}  data: [DONE]
+
+Invariants: the pieces' texts joined are the whole text, and the last piece of a choice, and only
+that, has a `finish_reason`. JSON has no -Infinity, so a logprob is at least `MIN_LOGPROB`.
+
+Known limit: a token's `bytes` are those of its text, and so those of U+FFFD where a token is part
+of a character. Not known here: HTTP, the engine. Road not taken: pydantic models for answers; they
+cost more time than all the rest of a stream's event, and there is an event for each token.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+from uuid import uuid4
+
+from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoserve.frontend.request import Request
+from nanoserve_extras.server.async_llm import EngineGenerateError
+from nanoserve_extras.server.protocol import ChatBody, CompletionBody
+from nanoserve_extras.server.tools import Reader
+
+MIN_LOGPROB = -9999.0  # vLLM's
+
+
+def event(data: dict) -> bytes:
+    """One server-sent event. Only ASCII, because a text may hold what UTF-8 has no bytes for."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+@dataclass
+class Answer:
+    """One answer under way. body: what was asked; requests: one for each prompt, in this order.
+    The subclasses say how a choice looks."""
+
+    body: Any
+    requests: list[Request]
+    model: str
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    whole_name = piece_name = prefix = ""
+
+    def __post_init__(self):
+        self.latest: dict[str, RequestOutput] = {}  # of each request
+        self.scored: dict[str, list] = {request.request_id: [] for request in self.requests}
+        self.num_output = 0
+        self.first = {request.request_id: index * self.body.num_samples
+                      for index, request in enumerate(self.requests)}
+
+    def head(self, name: str) -> dict:
+        return dict(id=self.id, object=name, created=self.created, model=self.model)
+
+    def usage(self) -> dict:
+        """As of now. A prompt counts once, however many samples it has; in a stream a DELTA has
+        only new tokens, so they are counted as they come."""
+        num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+        num_cached = sum(output.num_cached_tokens or 0 for output in self.latest.values())
+        return dict(prompt_tokens=num_prompt, completion_tokens=self.num_output,
+                    total_tokens=num_prompt + self.num_output,
+                    prompt_tokens_details=dict(cached_tokens=num_cached))
+
+    def _take(self, output: RequestOutput) -> None:
+        """Count it, and keep the prompt's logprobs, which come in pieces in a stream."""
+        self.latest[output.request_id] = output
+        for sample in output.outputs:
+            if sample.finish_reason == "abort" and sample.stop_reason:  # the engine's, in words
+                raise EngineGenerateError(sample.stop_reason)
+            self.num_output += len(sample.token_ids)
+        self.scored[output.request_id] += output.prompt_logprobs or []
+
+    async def whole(self, outputs: AsyncIterator[RequestOutput]) -> dict:
+        """All of it, when all requests have ended (their outputs are FINAL_ONLY)."""
+        async for output in outputs:
+            self._take(output)
+        choices = [self.choice(self.first[request.request_id] + sample.index, request, sample)
+                   for request in self.requests
+                   for sample in self.latest[request.request_id].outputs]
+        return self.head(self.whole_name) | dict(choices=choices, usage=self.usage())
+
+    async def pieces(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[dict]:
+        """One for each choice that has news (outputs are DELTA)."""
+        head = self.head(self.piece_name)
+
+        def piece(data: dict) -> dict:
+            if self.body.include_usage:  # OpenAI's: there in every piece, and null until the last
+                goes_along = self.body.stream_options.continuous_usage_stats
+                data["usage"] = self.usage() if goes_along else None
+            return head | data
+
+        ended: set[int] = set()
+        for data in self.openings():
+            yield piece(data)
+        requests = {request.request_id: request for request in self.requests}
+        async for output in outputs:
+            self._take(output)
+            request = requests[output.request_id]
+            for sample in self.ready(request, output):
+                index = self.first[output.request_id] + sample.index
+                if index in ended or not (sample.text or sample.token_ids or sample.finish_reason):
+                    continue
+                if sample.finish_reason is not None:
+                    ended.add(index)
+                for choice in self.news(index, request, sample):
+                    yield piece({"choices": [choice]})
+        if self.body.include_usage:
+            yield head | {"choices": [], "usage": self.usage()}
+
+    async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
+        """Server-sent ones. Behind an error, which is the last piece then, there is no end."""
+        piece: dict = {}
+        async for piece in pieces:
+            yield event(piece)
+        if "error" not in piece:
+            yield b"data: [DONE]\n\n"
+
+    def openings(self) -> list[dict]:
+        """What a stream begins with, before any token is known."""
+        return []
+
+    def ready(self, request: Request, output: RequestOutput) -> list[CompletionOutput]:
+        """What of a stream's new output can be shown now."""
+        return output.outputs
+
+    def choice(self, index: int, request: Request, sample: CompletionOutput) -> dict:
+        raise NotImplementedError
+
+    def news(self, index: int, request: Request, sample: CompletionOutput) -> list[dict]:
+        """The pieces that tell a choice's news."""
+        return [self.choice(index, request, sample)]
+
+    # ---------------------------------------------------- vLLM's additions
+
+    def token_ids(self, sample: CompletionOutput) -> dict:
+        return dict(token_ids=sample.token_ids) if self.body.return_token_ids else {}
+
+    def of_prompt(self, request: Request) -> dict:
+        """A prompt's ids and logprobs, where they are asked for."""
+        found = {}
+        if self.body.return_token_ids:
+            found["prompt_token_ids"] = request.prompt_token_ids
+        if self.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = [
+                entries and {str(token_id): vars(entry) | dict(logprob=clamp(entry))
+                             for token_id, entry in entries.items()}
+                for entries in self.scored[request.request_id]]
+        return found
+
+    def name(self, token_id: int, entry: Logprob) -> str:
+        """What a token is called among logprobs."""
+        as_id = self.body.return_tokens_as_token_ids
+        return f"token_id:{token_id}" if as_id else token_text(token_id, entry)
+
+
+class CompletionAnswer(Answer):
+    """`/v1/completions`. With `echo` the prompt stands in front of each choice."""
+
+    body: CompletionBody
+    whole_name = piece_name = "text_completion"
+    prefix = "cmpl"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.offsets: dict[int, int] = defaultdict(int)  # where a choice's next token begins
+        self.begun: set[int] = set()
+        self.held: dict[str, list[CompletionOutput]] = {}  # what waits for a prompt's logprobs
+
+    def _take(self, output: RequestOutput) -> None:
+        for sample in output.outputs if self.body.only_echo else ():
+            sample.text, sample.token_ids, sample.stop_reason = "", [], None
+            sample.logprobs = sample.logprobs and []
+            sample.finish_reason = sample.finish_reason and "length"
+        super()._take(output)
+
+    def ready(self, request, output) -> list[CompletionOutput]:
+        """Only the first sample scores the prompt, and others may be ahead of it: they wait."""
+        held = self.held.pop(request.request_id, []) + output.outputs
+        if self.body.num_prompt_logprobs is None or output.finished or len(
+                self.scored[request.request_id]) == len(request.prompt_token_ids):
+            return held
+        self.held[request.request_id] = held
+        return []
+
+    def choice(self, index, request, sample) -> dict:
+        """A choice, or its next piece."""
+        text, token_ids, logprobs = sample.text, sample.token_ids, sample.logprobs
+        more = self.token_ids(sample)
+        if index not in self.begun:
+            self.begun.add(index)
+            more |= self.of_prompt(request)
+            if self.body.echo:
+                text = request.prompt + text
+                if logprobs is not None:
+                    of_prompt = self.scored[request.request_id]
+                    token_ids = request.prompt_token_ids[:len(of_prompt)] + token_ids
+                    logprobs = of_prompt + logprobs
+        return dict(index=index, text=text, logprobs=self._logprobs(index, token_ids, logprobs),
+                    finish_reason=sample.finish_reason, stop_reason=sample.stop_reason, **more)
+
+    def _logprobs(self, index: int, token_ids: list[int],
+                  logprobs: list[dict | None] | None) -> dict | None:
+        """OpenAI's older format, four lists side by side. A prompt's first token has no logprob."""
+        if logprobs is None:
+            return None
+        found = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, entries in zip(token_ids, logprobs, strict=True):
+            entry = (entries or {}).get(token_id)
+            text = self.text_of(token_id) if entry is None else token_text(token_id, entry)
+            as_id = self.body.return_tokens_as_token_ids
+            found["tokens"].append(f"token_id:{token_id}" if as_id else text)
+            found["token_logprobs"].append(None if entry is None else clamp(entry))
+            found["top_logprobs"].append(None if entries is None else self._tops(entries))
+            found["text_offset"].append(self.offsets[index])
+            self.offsets[index] += len(text)
+        return found
+
+    def _tops(self, entries: dict[int, Logprob]) -> dict[str, float]:
+        """By text. Where several tokens have one text, the first stays: the token itself, which is
+        the first of `entries`, or else the likeliest."""
+        tops: dict[str, float] = {}
+        for token_id, entry in entries.items():
+            tops.setdefault(self.name(token_id, entry), clamp(entry))
+        return tops
+
+    def text_of(self, token_id: int) -> str:
+        tokenizer = self.requests[0].tokenizer
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id])
+
+
+class ChatAnswer(Answer):
+    """`/v1/chat/completions`."""
+
+    body: ChatBody
+    whole_name, piece_name = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.readers: list[Reader | None] = [None] * self.body.num_samples  # of each choice
+        self.written: list[list[int]] = [[] for _ in self.readers]
+
+    def _take(self, output: RequestOutput) -> None:
+        super()._take(output)
+        for sample in output.outputs:
+            self.written[sample.index] += sample.token_ids
+
+    def usage(self) -> dict:
+        decode = self.requests[0].tokenizer.decode
+        count = sum(reader.count_thought(token_ids, decode) for reader, token_ids in zip(
+            self.readers, self.written, strict=True) if reader)
+        return super().usage() | dict(completion_tokens_details=dict(reasoning_tokens=count))
+
+    async def whole(self, outputs: AsyncIterator[RequestOutput]) -> dict:
+        return await super().whole(outputs) | self.of_prompt(self.requests[0])
+
+    def choice(self, index, request, sample) -> dict:
+        message = dict(role="assistant", refusal=None) | self._parts(index, sample)
+        return dict(index=index, message=message, logprobs=self._logprobs(sample),
+                    finish_reason=self._ending(index, sample), stop_reason=sample.stop_reason,
+                    **self.token_ids(sample))
+
+    def _parts(self, index: int, sample: CompletionOutput) -> dict:
+        """What is new in a message: content, a thought, calls."""
+        if (reader := self.readers[index]) is None:
+            return dict(content=sample.text)
+        is_cut = isinstance(sample.stop_reason, str)  # by a stop string, perhaps within a call
+        piece = reader.feed(sample.text, "length" if is_cut else sample.finish_reason)
+        parts: dict = {}
+        if piece.thought and self.body.include_reasoning is not False:
+            # DeepSeek's name, and vLLM's.
+            parts["reasoning_content"] = parts["reasoning"] = piece.thought
+        if piece.calls:
+            first = reader.num_calls - len(piece.calls)
+            parts["tool_calls"] = [
+                dict(id=uuid4().hex[:9], type="function", function=vars(call),
+                     **(dict(index=first + i) if self.body.stream else {}))
+                for i, call in enumerate(piece.calls)]
+        if not piece.said and (parts or reader.state == "calls"):
+            return parts if self.body.stream else dict(content=None) | parts
+        return dict(content=piece.said) | parts
+
+    def _ending(self, index: int, sample: CompletionOutput) -> str | None:
+        reader, reason = self.readers[index], sample.finish_reason
+        is_cut = isinstance(sample.stop_reason, str) and reader and reader.state == "calls"
+        has_called = reader and reader.num_calls and not is_cut
+        return "tool_calls" if has_called and reason == "stop" else reason
+
+    def openings(self) -> list[dict]:
+        """The role of every choice, sent before its first token."""
+        return [{"choices": [self._piece(index, dict(role="assistant", content=""))],
+                 **self.of_prompt(self.requests[0])} for index in range(self.body.num_samples)]
+
+    def news(self, index, request, sample) -> list[dict]:
+        """As OpenAI's, the end is a piece without text."""
+        pieces = []
+        if sample.text or sample.token_ids or self.readers[index]:
+            parts = self._parts(index, sample)
+            pieces.append(self._piece(index, parts, self._logprobs(sample),
+                                      **self.token_ids(sample)))
+        if sample.finish_reason is not None:
+            pieces.append(self._piece(index, {}, None, self._ending(index, sample),
+                                      sample.stop_reason))
+        return pieces
+
+    def _piece(self, index: int, delta: dict, logprobs: dict | None = None,
+               finish_reason: str | None = None, stop_reason: int | str | None = None,
+               **more) -> dict:
+        return dict(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason,
+                    stop_reason=stop_reason, **more)
+
+    def _logprobs(self, sample: CompletionOutput) -> dict | None:
+        """OpenAI's newer format: an object for each token."""
+        if sample.logprobs is None:
+            return None
+        content = []
+        for token_id, entries in zip(sample.token_ids, sample.logprobs, strict=True):
+            likeliest = sorted(entries.items(), key=lambda one: one[1].rank)
+            tops = [self._object(*one) for one in islice(likeliest, self.body.num_logprobs)]
+            content.append(self._object(token_id, entries[token_id]) | dict(top_logprobs=tops))
+        return dict(content=content, refusal=None)
+
+    def _object(self, token_id: int, entry: Logprob) -> dict:
+        text = self.name(token_id, entry)
+        return dict(token=text, logprob=clamp(entry), bytes=list(text.encode("utf-8", "replace")))
+
+
+def token_text(token_id: int, entry: Logprob) -> str:
+    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
+
+
+def clamp(entry: Logprob) -> float:
+    return max(entry.logprob, MIN_LOGPROB)

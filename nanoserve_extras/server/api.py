@@ -1,0 +1,391 @@
+"""The HTTP server: OpenAI's endpoints over an `AsyncLLM`, as a FastAPI application.
+
+    POST /v1/completions  /v1/chat/completions       a generator's, whole or as an event stream
+    POST /v1/responses  /v1/messages                 a chat in other languages (translate.py)
+    POST /v1/embeddings  /classify  /pooling  /score  /rerank  ...   a pooling model's
+    POST /tokenize  /detokenize  /invocations        GET /tokenizer_info
+    GET  /v1/models  /health  /ping  /load  /version  /metrics  /trace
+
+    body ─► protocol: checked ─► AsyncLLM.prepare: tokenised ─► room? ─► AsyncLLM.outputs ─► answers
+              400                   400                          429        503 if it is dead
+
+Every error is answered with one object, OpenAI's and Anthropic's, and bad input is never a 500:
+whatever is wrong with it, `prepare` raises a `ValueError` before the answer begins.
+
+Invariant: when a client goes away, its request is aborted (guard.py).
+
+Not known here: the command line, keys and limits (guard.py). Road not taken: Starlette alone, on
+which FastAPI is built; FastAPI makes `/openapi.json` from the bodies' classes, which the page
+`/docs` shows and from which tests are generated.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from pydantic import ValidationError
+
+import nanoserve
+from nanoserve.config import SamplingParams
+from nanoserve.frontend.metrics import say
+from nanoserve_extras.server import pooling, prometheus
+from nanoserve_extras.server.answers import Answer, ChatAnswer, CompletionAnswer
+from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError
+from nanoserve_extras.server.errors import (
+    TOO_LONG,
+    AsciiResponse,
+    BadRequest,
+    add_errors,
+    bad_requests,
+    error_body,
+)
+from nanoserve_extras.server.guard import EventStream, Guard, unless_gone
+from nanoserve_extras.server.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Conversation,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    TranscriptionBody,
+    as_prompts,
+    form_fields,
+)
+from nanoserve_extras.server.tool_grammar import Turns
+from nanoserve_extras.server.tracer import Tracer
+from nanoserve_extras.server.translate import Language, ResponsesBody
+from nanoserve_extras.server.translate_messages import CountBody, MessagesBody
+from nanoserve_extras.trace.recorder import page
+
+MAX_TOLD = 100  # unknown fields that are logged, each once
+COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what room there is
+
+
+class Server:
+    """What the endpoints share. names: the model's names for clients; answers have the first.
+    chat_template: replaces the tokenizer's own. lora_requests: one for each further
+    name. strict: whether a field that nobody knows is refused."""
+
+    def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None,
+                 lora_requests: dict[str, Any] | None = None, strict: bool = False):
+        self.engine, self.llm = engine, engine.llm
+        self.names, self.chat_template = names, chat_template
+        self.lora_requests = lora_requests or {}
+        self.strict = strict
+        self.told: set[str] = set()  # fields that were logged
+        self.started = int(time.time())
+        self.tracer = Tracer(self.llm)
+        self.turns = Turns(self.llm, chat_template)
+
+    def check_model(self, name: str | None) -> None:
+        names = [*self.names, *self.lora_requests]
+        if name is not None and name not in names:
+            raise BadRequest(f"the model {name!r} does not exist: this server has "
+                             f"{', '.join(names)}", "model", 404, "model_not_found")
+
+    def check(self, body: Body) -> None:
+        """Its unknown fields and its model."""
+        for name in body.model_extra:
+            if self.strict:
+                raise BadRequest(f"there is no field {name} (--strict): leave it out", name)
+            if name not in self.told and len(self.told) < MAX_TOLD:
+                self.told.add(name)
+                say(f"a client sends the field {name!r:.80}, which is passed over (--strict "
+                    "refuses it)")
+        self.check_model(body.model)
+        if getattr(body, "priority", None) and self.llm.config.scheduling_policy != "priority":
+            raise BadRequest(f"priority={body.priority} has no effect here: start the server with "
+                             "--scheduling-policy priority", "priority")
+
+    def served_name(self, body: Body) -> str:
+        """What the answer says: the adapter's name, or the model's first one."""
+        return body.model if body.model in self.lora_requests else self.names[0]
+
+    async def generate(self, body: GenerationBody) -> Awaitable[dict] | Response:
+        """A completion or a chat. Raises `ValueError` for all that can be wrong with it."""
+        answer = await self._answer(body)
+        return self._stream(answer, answer.events) if body.stream else self._whole(answer, dict)
+
+    async def translate(self, body: Language) -> Awaitable[dict] | Response:
+        """A chat in another language."""
+        answer = await self._answer(validated(ChatBody, body.chat()))
+        return self._stream(answer, body.events) if body.stream else self._whole(
+            answer, body.answer)
+
+    async def transcribe(self, body: TranscriptionBody) -> Awaitable[dict | Response]:
+        """What is said, by a model that hears."""
+        if body.stream:
+            raise BadRequest("a transcription comes in one piece: leave stream out", "stream")
+        return self._whole(await self._answer(body), partial(self._transcribed, body))
+
+    def _transcribed(self, body: TranscriptionBody, answer: dict) -> dict | Response:
+        text = answer["choices"][0]["text"]
+        text = getattr(self.llm.inputs.processor, "extract_transcription", str)(text)
+        return dict(text=text) if body.response_format == "json" else PlainTextResponse(text)
+
+    async def _answer(self, body: GenerationBody) -> Answer:
+        """One that can begin: its requests are checked. Raises `ValueError`."""
+        is_chat = isinstance(body, ChatBody)
+        kind = ChatAnswer if is_chat else CompletionAnswer
+        name = f"{kind.prefix}-{uuid4().hex}"
+        params = body.sampling_params(self._defaults(body))
+        self.engine.check_health()  # a stream has no other status than 200 from here on
+        prompts = [None] if is_chat else as_prompts(body.prompt)
+        requests = [await self.engine.tokenize(self._request, body, prompt, params, f"{name}-{i}")
+                    for i, prompt in enumerate(prompts)]
+        answer = kind(body, requests, self.served_name(body), name)
+        if isinstance(body, ChatBody):
+            read = partial(self.turns.reader, body, requests[0].prompt)
+            answer.readers = [read() for _ in range(body.num_samples)]
+            if self.turns.form.thought and answer.readers[0]:
+                requests[0].make_span = lambda: read().span
+        return answer
+
+    def _request(self, body: GenerationBody, prompt: Any, params: SamplingParams, request_id: str):
+        """One prompt as a request. Raises `ValueError`."""
+        if isinstance(body, ChatBody):
+            self.llm.inputs.check_generates()
+            prompt = self._render(body)
+            params = self.turns.params(body, params, prompt["prompt"])
+        if isinstance(body, TranscriptionBody):
+            if not hasattr(self.llm.inputs, "transcription"):
+                raise BadRequest("this model does not hear: start one that does with "
+                                 "--limit-mm-per-prompt '{\"audio\": 1}'", "model")
+            prompt = self.llm.inputs.transcription(body.file, body.language, body.prompt)
+        if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
+            text, ids = self._read(prompt, body)
+            if (count := body.truncate_prompt_tokens) is not None:
+                room = max(1, self.llm.config.max_model_len - (body.limit() or 1))
+                text, ids = None, self.llm.inputs.cut(ids, room if count == -1 else count, "left")
+            prompt = {**(prompt if isinstance(prompt, dict) else {}),
+                      "prompt": text, "prompt_token_ids": ids}
+        request = self.llm.make_request(request_id, prompt, params, body.priority or 0,
+                                        self.lora_requests.get(body.model))
+        request.cache_salt = body.cache_salt
+        count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
+        if body.limit() is not None and count + body.limit() > limit:
+            raise BadRequest(
+                f"this model's maximum context length is {limit} tokens, but the prompt has "
+                f"{count} and max_tokens is {body.limit()}: shorten the prompt or ask for less",
+                "max_tokens", code=TOO_LONG)
+        if request.prompt is None and (isinstance(body, ChatBody) or getattr(body, "echo", False)):
+            request.prompt = self.llm.tokenizer.decode(request.prompt_token_ids)
+        return request
+
+    def _read(self, prompt: Any, body: GenerationBody | TokenizeBody) -> tuple:
+        """A prompt's text, if it has one, and its token ids. Raises `ValueError`."""
+        text, ids = self.llm.inputs.read_prompt(prompt)
+        if body.add_special_tokens is not None and text is not None:
+            ids = self.llm.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        return text, ids
+
+    def _render(self, body: Conversation) -> dict:
+        """Raises `ValueError`."""
+        options = body.template_options()
+        if self.chat_template is not None:
+            options["chat_template"] = self.chat_template
+        try:
+            return self.llm.inputs.render_chat(body.messages, **options)
+        except TypeError as error:  # a variable has the name of an argument
+            raise BadRequest(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+
+    def _defaults(self, body: GenerationBody):
+        """The values of generation_config.json, with its limit of tokens if it has one."""
+        defaults = self.llm.get_default_sampling_params()
+        if "max_new_tokens" not in self.llm.model_config.generation_defaults:
+            defaults.max_tokens = max(
+                COMPLETION_TOKENS, defaults.min_tokens) if body.prompts_in else None
+        return defaults
+
+    async def _whole(self, answer: Answer, show: Callable[[dict], Any]) -> Any:
+        """show: what the client sees of it."""
+        async with aclosing(self.engine.outputs(answer.requests)) as outputs:
+            return show(await answer.whole(outputs))
+
+    def _stream(self, answer: Answer, events: Callable[[AsyncIterator[dict]], Any]) -> Response:
+        """events: makes server-sent ones of the answer's pieces."""
+        return EventStream(events(self._pieces(answer)), headers={"Cache-Control": "no-cache"})
+
+    async def _pieces(self, answer: Answer) -> AsyncIterator[dict]:
+        """Cancelled when the client goes away, which closes the outputs and aborts. An error that
+        comes in the middle is the last piece; the status has been sent long before."""
+        try:
+            async with aclosing(self.engine.outputs(answer.requests)) as outputs:
+                async for piece in answer.pieces(outputs):
+                    yield piece
+        except EngineGenerateError as error:
+            yield error_body(str(error), 500)
+
+    async def pool(self, body: pooling.PoolingBody) -> Awaitable[dict]:
+        """What a pooling model makes of it."""
+        job = pooling.Job(self.engine, self.served_name(body), self.chat_template,
+                          self.lora_requests.get(body.model))
+        return await dict(pooling.ENDPOINTS.values())[type(body)](job, body)
+
+    # --------------------------------------------------------------- tokens
+
+    async def count_tokens(self, body: CountBody) -> Response:
+        """Raises `ValueError`."""
+        chat = validated(ChatBody, body.chat())
+        _, ids = await self.engine.tokenize(lambda: self._read(self._render(chat), chat))
+        return AsciiResponse(dict(input_tokens=len(ids)))
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        return AsciiResponse(await self.engine.tokenize(self._tokens, body))
+
+    def _tokens(self, body: TokenizeBody) -> dict:
+        """Raises `ValueError`."""
+        tokenizer = self.llm.inputs.tokenizer_for("/tokenize")
+        prompt = self._render(body) if body.messages is not None else body.prompt
+        ids = self._read(prompt, body)[1]
+        strings = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return dict(count=len(ids), max_model_len=self.llm.config.max_model_len, tokens=ids,
+                    token_strs=strings)
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """Raises `ValueError`."""
+        _, ids = self.llm.inputs.read_prompt(body.tokens)
+        tokenizer = self.llm.inputs.tokenizer_for("/detokenize")
+        return AsciiResponse(dict(prompt=await self.engine.tokenize(tokenizer.decode, ids)))
+
+    async def tokenizer_info(self):
+        """What a client needs to know that tokenises by itself."""
+        try:
+            tokenizer = self.llm.inputs.tokenizer_for("/tokenizer_info")
+        except ValueError as error:
+            raise BadRequest(str(error), None, 404) from error
+        return dict(tokenizer_class=type(tokenizer).__name__,
+                    chat_template=self.chat_template or tokenizer.chat_template,
+                    **tokenizer.special_tokens_map)
+
+    # ------------------------------------------------------ what the server is
+
+    async def models(self):
+        return dict(object="list", data=[
+            self._card(name) for name in (*self.names, *self.lora_requests)])
+
+    async def model(self, name: str):
+        self.check_model(name)
+        return self._card(name)
+
+    def _card(self, name: str) -> dict:
+        """A model as OpenAI's clients see it, with vLLM's additions."""
+        adapter = self.lora_requests.get(name)
+        return dict(id=name, object="model", created=self.started, owned_by="nanoserve",
+                    root=adapter.lora_path if adapter else self.llm.config.model,
+                    parent=self.names[0] if adapter else None,
+                    max_model_len=self.llm.config.max_model_len)
+
+    async def load(self):
+        return {"server_load": len(self.llm.requests)}
+
+    async def health(self):
+        self.engine.check_health()
+        return {"status": "ok"}
+
+    async def version(self):
+        return {"version": nanoserve.__version__}
+
+    async def metrics(self):
+        data = prometheus.text(self.llm, self.names[0]).encode(errors="replace")
+        return Response(data, media_type="text/plain; version=0.0.4")
+
+    async def trace(self):
+        """Read between two steps, and written off the event loop."""
+        stream = await self.engine.between_steps(self.tracer.stream)
+        return HTMLResponse(await asyncio.to_thread(page, stream))
+
+
+# ------------------------------------------------------------------ endpoints
+
+
+# What takes a body checks it first. Then it gives a response, or what computes the answer.
+POSTS = {"/v1/completions": (CompletionBody, Server.generate),
+         "/v1/chat/completions": (ChatBody, Server.generate),
+         "/v1/responses": (ResponsesBody, Server.translate),
+         "/v1/messages": (MessagesBody, Server.translate),
+         "/v1/messages/count_tokens": (CountBody, Server.count_tokens),
+         "/tokenize": (TokenizeBody, Server.tokenize),
+         "/detokenize": (DetokenizeBody, Server.detokenize)}
+POSTS |= {path: (kind, Server.pool) for path, (kind, _) in pooling.ENDPOINTS.items()}
+GETS = {"/tokenizer_info": Server.tokenizer_info, "/v1/models": Server.models,
+        "/v1/models/{name:path}": Server.model, "/load": Server.load, "/health": Server.health,
+        "/ping": Server.health, "/version": Server.version, "/metrics": Server.metrics,
+        "/trace": Server.trace}
+PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "query": "/rerank",
+         "input": "/v1/embeddings", "text_1": "/score"}  # by a field of the body
+
+
+def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
+               lora_requests: dict[str, Any] | None = None, strict: bool = False,
+               **limits) -> Guard:
+    """The whole application. The engine is shut down with it. limits: those of `Guard`."""
+    server = Server(engine, names, chat_template, lora_requests, strict)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI):
+        yield
+        await asyncio.to_thread(engine.shutdown)
+
+    app = FastAPI(title="nanoserve", version=nanoserve.__version__, lifespan=lifespan,
+                  redoc_url=None, default_response_class=AsciiResponse)
+    for path, (kind, endpoint) in POSTS.items():
+        _add_post(app, server, path, kind, endpoint)
+    for path, endpoint in GETS.items():
+        app.get(path)(endpoint.__get__(server))
+        app.head(path, include_in_schema=False)(endpoint.__get__(server))
+    app.post("/ping")(server.health)
+
+    @app.post("/invocations", description="SageMaker's one path, for a body of any of the others.")
+    async def invocations(body: dict[str, Any], http: Request):
+        path = next((path for field, path in PATHS.items()
+                     if body.get(field) is not None), None)
+        if path is None:
+            raise BadRequest(f"the body has none of {', '.join(PATHS)}")
+        kind, endpoint = POSTS[path]
+        return await respond(server, endpoint, validated(kind, body), http)
+
+    form = TranscriptionBody.model_json_schema(ref_template="#/components/schemas/{model}")
+    form.pop("$defs")  # FastAPI has them, of the other bodies
+
+    @app.post("/v1/audio/transcriptions", description=form.pop("description"), openapi_extra=dict(
+        requestBody=dict(content={"multipart/form-data": dict(schema=form)})))
+    async def transcriptions(http: Request):
+        entries = form_fields(http.headers.get("content-type", ""), await http.body())
+        entries = {name: value for name, value in entries.items()
+                   if value != "" or name == "file"}  # an empty text was not filled in
+        body = validated(TranscriptionBody, entries, strict=False)  # a form has texts for numbers
+        return await respond(server, Server.transcribe, body, http)
+
+    add_errors(app)
+    return Guard(app, **limits)
+
+
+def _add_post(app: FastAPI, server: Server, path: str, kind: type[Body],
+              endpoint: Callable) -> None:
+    @app.post(path, summary=kind.__name__.removesuffix("Body"), description=kind.__doc__)
+    async def answer(body: kind, http: Request):
+        return await respond(server, endpoint, body, http)
+
+
+def validated(kind: type[Body], entries: dict, strict: bool | None = None) -> Body:
+    try:
+        return kind.model_validate(entries, strict=strict)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(), body=entries) from error
+
+
+async def respond(server: Server, endpoint: Callable, body: Body, http: Request) -> Response:
+    server.check(body)
+    http.scope["ticket"].widen(body.num_sequences)
+    with bad_requests(body):
+        work = await endpoint(server, body)
+    return work if isinstance(work, Response) else await unless_gone(http, work)

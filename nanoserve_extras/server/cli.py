@@ -1,0 +1,317 @@
+"""The command line: `nanoserve serve [MODEL]` and its options.
+
+    nanoserve serve                              the bundled model on http://127.0.0.1:8000
+    nanoserve serve FOLDER_OR_HUB_ID --dtype float32 --no-enable-prefix-caching
+    nanoserve serve --host 0.0.0.0 --api-key SECRET
+
+Every option of `EngineConfig` is an option here, by its name with dashes: they are made from the
+dataclass, so a new one is there at once, checked by its own rule. An option of a dict takes JSON.
+vLLM's other options are read, too, and `LLM` renames, drops or refuses them (frontend/vllm.py).
+
+After SIGTERM or Ctrl-C the server takes no more connections. Running requests may finish within
+`--drain-seconds`; then they are aborted, and the process ends with status 0.
+
+The address is 127.0.0.1 unless another is asked for: anybody could use a server without a key on
+all addresses. Not known here: endpoints. Road not taken: typer or click, for one command.
+"""
+
+import argparse
+import errno
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from contextlib import ExitStack
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from nanoserve.config import EngineConfig
+from nanoserve.frontend.command import DashedParser
+from nanoserve.frontend.vllm import ROWS, nearest
+from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve_extras.server.api import create_app
+from nanoserve_extras.server.async_llm import AsyncLLM
+
+# vLLM's names of options, but for those that are ours as well: the engine's, or the server's.
+OURS = {*(field.name for field in fields(EngineConfig)), "served_model_name"}
+VLLMS = {name: row for (taker, name), row in ROWS.items()
+         if taker in ("LLM", "serve") and name not in OURS}
+SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"],
+         "data_parallel_size": ["-dp"], "quantization": ["-q"]}  # vLLM's
+UNITS = {"": 1, "k": 10 ** 3, "m": 10 ** 6, "g": 10 ** 9, "t": 10 ** 12,
+         "K": 2 ** 10, "M": 2 ** 20, "G": 2 ** 30, "T": 2 ** 40}
+KEY_VARIABLE = "NANOSERVE_API_KEY"  # an option can be read by all users of a machine (`ps`)
+# HTTP/2, in a request's head and in no body: behind its first line and whole lines of it.
+OFFER = re.compile(rb"(?i)\A(\w+ [^\r\n]+ HTTP/1\.1(?:\r\n[^\r\n]+)*?)\r\nupgrade: *h2c(?=\r\n)")
+
+
+class Parser(DashedParser):
+    """Says what is wrong in a line, not below sixty of usage."""
+
+    def error(self, message: str):
+        if unknown := re.match(r"unrecognized arguments: --([\w-]+)", message):
+            names = [option[2:] for option in self._option_string_actions]
+            near = nearest(unknown[1], [name for name in names if name not in VLLMS])
+            message = f"there is no option --{unknown[1]}" + (
+                f": did you mean --{near}?" if near else "")
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    serve = Parser(
+        prog="nanoserve serve", description="Answer OpenAI's requests over HTTP.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
+                       help="a folder or a hub id; the bundled model if it is left out")
+    serve.add_argument("--model", dest="model_option", metavar="MODEL", help=argparse.SUPPRESS)
+    door = serve.add_argument_group("server")
+    door.add_argument("--host", default="127.0.0.1", help="0.0.0.0: on all addresses")
+    door.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    door.add_argument("--root-path", default="", metavar="PATH",
+                      help="what a proxy puts in front of all paths")
+    door.add_argument("--allowed-origins", nargs="+", type=json_or_text, metavar="ORIGIN",
+                      help="pages of these origins may ask from a browser; '*': of all")
+    door.add_argument("--served-model-name", nargs="+", metavar="NAME",
+                      help="what clients call the model (the first is in answers); as it is named "
+                      "here if left out")
+    door.add_argument("--api-key", action="append", metavar="KEY",
+                      help=f"clients must send it; may be repeated. {KEY_VARIABLE} is one more")
+    door.add_argument("--chat-template", metavar="FILE", help="a file with a template, or the "
+                      "template; the tokenizer's own if left out")
+    door.add_argument("--lora-modules", nargs="+", type=lora_module, default=[],
+                      metavar="NAME=FOLDER", help="adapters (vLLM's JSON will do), each a model "
+                      "of its own name for clients; with --enable-lora")
+    door.add_argument("--strict", action="store_true", help="refuse fields that nobody knows, "
+                      "which are logged once and passed over otherwise")
+    door.add_argument("--max-requests", type=positive, default=1024,
+                      help="sequences that may be open, running or waiting; more get a 429")
+    door.add_argument("--max-body-bytes", type=positive, metavar="BYTES", help="longer bodies get "
+                      "a 413; 4 MiB if left out, and 32 MiB with images")
+    door.add_argument("--drain-seconds", type=positive, default=30,
+                      help="how long running requests may take when the server is told to end")
+    door.add_argument("--log-level", default="info", help="uvicorn's",
+                      choices=("critical", "error", "warning", "info", "debug"))
+    add_engine_options(serve.add_argument_group(
+        "engine", "options of LLM(...), checked by the same rules"))
+    return serve
+
+
+def add_engine_options(engine) -> None:
+    """To a parser, or to a group of one: an option for each field, and vLLM's."""
+    for field in engine_fields():
+        names = [field.name, *(name for name, row in VLLMS.items() if row.ours == field.name)]
+        engine.add_argument(*map(option_name, names), *SHORT.get(field.name, ()),
+                            **_how_to_read(field))
+    for name, row in VLLMS.items():
+        if not row.ours:  # --disable-log-requests, or --kv-cache-dtype fp8
+            engine.add_argument(option_name(name), *SHORT.get(name, ()), nargs="?", const=True,
+                                type=json_or_text, default=argparse.SUPPRESS,
+                                help=argparse.SUPPRESS)
+
+
+def engine_fields() -> list[Field]:
+    """All options of the engine but the model, which has a place of its own."""
+    return [field for field in fields(EngineConfig) if field.name != "model"]
+
+
+def option_name(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _how_to_read(field: Field) -> dict:
+    """argparse's arguments for one option. The rule's words are its help; values are checked where
+    offline ones are."""
+    assert field.default is not MISSING, f"{field.name} needs a default"
+    must = field.metadata["rule"].must.replace("%", "%%")
+    reader = dict(default=field.default, help=must or "see the class of this name")
+    kind = str(field.type if isinstance(field.type, str) else getattr(
+        field.type, "__name__", field.type))
+    if "bool" in kind:
+        return reader | dict(action=argparse.BooleanOptionalAction)
+    for name, read in (("dict", json_object), ("object", json_object), ("int", whole),
+                       ("float", float)):
+        if name in kind:
+            return reader | dict(type=read, metavar=name.upper().replace("OBJECT", "JSON"))
+    return reader | dict(metavar="TEXT")
+
+
+def whole(text: str) -> int:
+    """vLLM's short numbers, too. Example: 2k is 2000, 2K is 2048, 1.5k is 1500."""
+    number = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
+    value = float(number[1]) * UNITS[number[2]] if number else 0.5
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"must be a whole number, or one as 2k, got {text!r}")
+    return int(value)
+
+
+def json_object(text: str) -> dict:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+def json_or_text(text: str) -> Any:
+    """What `LLM` would be given: 1 for "1", "auto" for "auto"."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def load_chat_template(name: str) -> str:
+    """A file, or the template itself. Raises `ValueError`."""
+    if "{" in name:
+        return name
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template must be a file or a template, got {name!r} ({error})"
+                         ) from error
+
+
+def lora_module(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if text.startswith("{"):  # vLLM's, which may also name the model
+        entries = json_object(text)
+        name, folder = entries.get("name"), entries.get("path")
+        equals = entries.keys() <= {"name", "path", "base_model_name"}
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"must be NAME=FOLDER, or {{\"name\": ..., \"path\": "
+                                         f"...}}, got {text!r}")
+    return name, folder
+
+
+def engine_options(args: argparse.Namespace) -> dict:
+    """The arguments of `LLM`. Of vLLM's names only those that were said."""
+    said = [name for name, row in VLLMS.items() if "serve" not in row.takers and name in args]
+    return {name: getattr(args, name) for name in [f.name for f in engine_fields()] + said}
+
+
+def check_servers_own(args: argparse.Namespace) -> None:
+    """vLLM's options of its server, and the model's two names. Raises `ValueError`."""
+    for name, row in VLLMS.items():
+        if "serve" in row.takers and name in args and not row.asks_for_nothing(
+                value := getattr(args, name)):
+            raise ValueError(f"{option_name(name)} {value} is not supported: {row.remedy}")
+    if "" in (args.api_key or ()):  # a variable of the shell that is not set, say
+        raise ValueError("--api-key is empty: whoever sends none would be let in")
+    if args.lora_modules and not args.enable_lora:
+        raise ValueError("--lora-modules has no effect without --enable-lora: add it")
+    if args.model_option is not None:
+        if getattr(args, "model", args.model_option) != args.model_option:
+            raise ValueError(f"two models are named, {args.model!r} and {args.model_option!r}: "
+                             "name one of them")
+        args.model = args.model_option
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit status."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        check_servers_own(args)
+        template = args.chat_template and load_chat_template(args.chat_template)
+        listening = listen(args.host, args.port)  # before a model is loaded for minutes
+        if args.skip_tokenizer_init and args.runner != "pooling":
+            raise ValueError("--skip-tokenizer-init leaves a generator without text: leave it out")
+        names = args.served_model_name or [getattr(args, "model", BUNDLED_MODEL.name)]
+        check_names([*names, *(name for name, _ in args.lora_modules or ())])
+        llm = LLM(getattr(args, "model", BUNDLED_MODEL), **engine_options(args))
+        lora_requests = load_adapters(llm, args.lora_modules)
+        keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
+        app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict, api_keys=keys,
+                         root_path=args.root_path, max_requests=args.max_requests,
+                         max_body_bytes=args.max_body_bytes
+                         or (32 if args.limit_mm_per_prompt else 4) * 2 ** 20)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"nanoserve: {error}\n")
+    if args.allowed_origins:  # around the guard: a browser asks without a key first
+        origins = sum([[one] if isinstance(one, str) else one for one in args.allowed_origins], [])
+        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+                             expose_headers=["x-request-id"])
+    config = uvicorn.Config(app, http=Http1, timeout_graceful_shutdown=args.drain_seconds,
+                            log_level=args.log_level)
+    run(uvicorn.Server(config), listening, greeting(names[0], listening, keys))
+    return 0
+
+
+def check_names(names: list[str]) -> None:
+    """Of two models with one name a client would get either. Raises `ValueError`."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two models have the name {twice[0]!r}: choose another one for the "
+                         "adapter (--lora-modules), or for the model (--served-model-name)")
+
+
+def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
+    """A `LoRARequest` by its name. Each adapter is loaded once, so that errors come at the start;
+    those that don't fit into `max_loras` are loaded again when a client asks for them."""
+    if not modules:
+        return {}
+    from nanoserve_extras.lora.lora import LoRARequest  # an idea that may be deleted
+    requests = {name: LoRARequest(name, i, folder) for i, (name, folder) in enumerate(modules, 1)}
+    params = None
+    if llm.config.runner == "pooling":
+        from nanoserve_extras.pooling.pooling import PoolingParams
+        params = PoolingParams()
+    for request in requests.values():
+        llm.make_request("", [0], params, lora_request=request)
+    return requests
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises `OSError` if there is no such address, or if
+    the port is taken. (The system would take port 65,536 for 0, which is any that is free.)"""
+    with ExitStack() as ends:
+        try:
+            if not 0 <= port < 2 ** 16:
+                raise OSError(errno.EINVAL, "choose a port from 0 to 65535")
+            family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sock = ends.enter_context(socket.socket(family, kind))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError as error:
+            raise OSError(f"can't listen on {host}, port {port}: {error.strerror}") from error
+        ends.pop_all()
+        return sock
+
+
+class Http1(AutoHTTPProtocol):
+    """Java's client offers HTTP/2 with its first request, and uvicorn reads no body behind such an
+    offer. So it is taken out of the head."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(OFFER.sub(rb"\1", data))
+
+
+def greeting(name: str, listening: socket.socket, keys: list[str]) -> str:
+    host, port = listening.getsockname()[:2]
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    who = "with a key" if keys else "without a key, for whoever reaches this address"
+    return (f"nanoserve: serving {name} on {where} {who} | {where}/v1 for clients, {where}/docs, "
+            f"{where}/trace, {where}/metrics")
+
+
+def run(server: uvicorn.Server, listening: socket.socket, said: str) -> None:
+    """Serve until a signal comes. uvicorn then stops serving and waits; at the end it raises the
+    signal once more, which ends the process with status 0."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        listening.listen()  # whoever reads the next line may connect, or send a signal, at once
+        print(said, file=sys.stderr, flush=True)
+        server.run(sockets=[listening])
+    except KeyboardInterrupt:
+        pass

@@ -1,0 +1,164 @@
+"""What is wrong, in words: every error as one object, OpenAI's and Anthropic's at once.
+
+    {"type": "error", "error": {"message": ..., "type": by status, "param": a field, "code": ...}}
+
+    pydantic's             a field of the wrong shape     400: the field, and what pydantic says
+    `ValueError`           of the engine, the template    400: the field that it speaks of
+    `BadRequest`           this server's own              the status and the field that it names
+    `EngineGenerateError`  a failed step                  500; 503 where the engine is dead
+
+Invariant: a client is told the field that it can change, by its own name for it: `max_tokens` and
+not the engine's `max_model_len`, `tools` and not the grammar that was made of them. Bad input is
+never a 500.
+
+Not known here: which fields there are. Road not taken: pydantic's list of all errors, in which a
+field that may be one of three types has three.
+"""
+
+import json
+import re
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from nanoserve_extras.server.async_llm import EngineDeadError, EngineGenerateError
+
+TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history
+KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+         429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}  # by status
+HEADERS = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"},
+           429: {"retry-after": "1"}}
+FORMS = "response_format", "text", "output_config", "output_format"  # in three languages
+
+
+class BadRequest(ValueError):
+    """Something that the client can change. param: the field, if one is to blame."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400,
+                 code: str | None = None):
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+class AsciiResponse(JSONResponse):
+    """JSON in ASCII, which can hold any text, also one that UTF-8 can't encode."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def error_body(message: str, status: int = 400, param: str | None = None,
+               code: str | None = None) -> dict:
+    return {"type": "error", "error": {"message": message, "type": KINDS.get(
+        status, "invalid_request_error"), "param": param, "code": code}}
+
+
+def error_response(message: str, status: int = 400, param: str | None = None,
+                   code: str | None = None) -> AsciiResponse:
+    return AsciiResponse(error_body(message, status, param, code), status, HEADERS.get(status))
+
+
+def add_errors(app: FastAPI) -> None:
+    """Every error as one object."""
+    @app.exception_handler(BadRequest)
+    async def bad_request(http: Request, error: BadRequest):
+        return error_response(str(error), error.status, error.param, error.code)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_body(http: Request, error: RequestValidationError):
+        first, *_ = errors = error.errors()
+        for one in errors:  # one of our own, out of a validator, says more than pydantic's
+            if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
+                return await bad_request(http, told)
+        if first["type"] == "json_invalid":  # its place is a number, and no field
+            return error_response(f"the body is no JSON from character {first['loc'][-1]} on: "
+                                  f"{first['ctx']['error']}")
+        kind = http.headers.get("content-type", "none at all")
+        if first["loc"] == ("body",) and "json" not in kind:
+            return error_response(f"the body was not read, because its Content-Type is {kind}: "
+                                  "send the header Content-Type: application/json", 415)
+        said, path = wrong_shape([one | dict(loc=one["loc"][one["loc"][0] == "body":])
+                                  for one in errors], error.body)
+        return error_response(said, param=path[0] if path else None)
+
+    @app.exception_handler(HTTPException)
+    async def no_such_thing(http: Request, error: HTTPException):
+        if cause := error.__cause__:  # no UTF-8, too deep, a number of thousands of digits
+            if coding := http.headers.get("content-encoding"):
+                return error_response(f"the body is in {coding:.80} (Content-Encoding), which is "
+                                      "not read here: send it as it is", 415)
+            return error_response(f"the body can't be read as JSON: {cause!s:.200}")
+        return error_response(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
+
+    @app.exception_handler(EngineGenerateError)
+    async def failed(http: Request, error: EngineGenerateError):
+        return error_response(str(error), 503 if isinstance(error, EngineDeadError) else 500)
+
+    @app.exception_handler(Exception)
+    async def surprise(http: Request, error: Exception):
+        return error_response("an error of this server: its log says more", 500)
+
+
+def wrong_shape(errors: list[dict], body: Any) -> tuple[str, list[str]]:
+    """What pydantic says of the first wrong field, and the field's path. Of a union it says what is
+    wrong with each arm, by a name that is in no body: told is of the arm that fits the longest."""
+    field = errors[0]["loc"][:1]
+    path, error = max(((_place(error, body), error) for error in errors
+                       if error["loc"][:1] == field), key=lambda one: (
+        len(one[0]), [part for part in one[1]["loc"] if isinstance(part, int)],
+        not one[1]["type"].endswith("_type")))
+    got = "" if error["type"] == "missing" else f", got {error['input']!r:.80}"
+    return f"{'.'.join(path) or 'the body'}: {error['msg']}{got}", path
+
+
+def _place(error: dict, body: Any) -> list[str]:
+    """Its location, without names of arms: ("stop", "list[str]", 0) is ["stop", "0"]."""
+    found = []
+    for part in error["loc"]:
+        if isinstance(part, int) if isinstance(body, list) else isinstance(body, dict) and (
+                part in body or error["type"] == "missing" and part == error["loc"][-1]):
+            found.append(str(part))
+            body = body[part] if isinstance(body, list) else body.get(part)
+    return found
+
+
+@contextmanager
+def bad_requests(body: BaseModel):
+    """Turns a `ValueError` inside into a `BadRequest`."""
+    try:
+        yield
+    except BadRequest:
+        raise
+    except ValueError as error:
+        said = str(error)
+        if hasattr(body, "as_chat"):  # whose items have other numbers than the chat's messages
+            said = re.sub(r"^messages\.[\w.]+: ", "", said)
+        field, code = blamed_field(said, body), None
+        if "maximum context length is" in said:
+            code, said = TOO_LONG, f"prompt is too long: {said}"  # Claude Code shortens it then
+        elif said.startswith("structured_outputs: ") and field not in (None, "structured_outputs"):
+            # It was made here of that field, and so were the lines of the grammar.
+            said = f"{field}: " + said.partition(": ")[2].splitlines()[0]
+        raise BadRequest(said, field, code=code) from error
+
+
+def blamed_field(message: str, body: BaseModel) -> str | None:
+    """The field with which an error message begins. If the message is about the prompt: the field
+    of this body that holds the prompt."""
+    first = re.match(r"\w*", message)[0]
+    if first == "structured_outputs" and not getattr(body, first, None):  # made of another field
+        line = re.search(r"\bat (\d+)\(", message)  # of the grammar, whose rules have names
+        is_tool = line and re.search(rf"^ *{line[1]} \| tool", message, re.MULTILINE)
+        return next((name for name in (("tools", *FORMS) if is_tool else (*FORMS, "tools"))
+                     if getattr(body, name, None)), None)
+    if first in type(body).model_fields:
+        return first
+    if re.search(r"\b(prompt|conversation|message|image)\b", message):
+        return next((name for name in ("prompt", "messages", "input")
+                     if name in body.model_fields_set), None)
+    return None

@@ -1,0 +1,204 @@
+"""What stands around every endpoint: keys, limits for bodies and open requests, and who is gone.
+
+    request ──► key? ──► room? ──► body, up to a limit ──► the application
+                401       429            413
+
+The guard is an ASGI application around another one. It refuses a request before anything is read or
+computed, so that a flood of requests costs little: a body is read only when there is room for its
+request, and no more of it is kept than the limit allows.
+
+Room is counted in sequences: one for a request as long as it is open, and one more for each further
+sample once its body says how many it wants (`Ticket.widen`). So a body of 100 prompts with n=10
+takes a thousand places, and gives them back when its answer was sent or its client has gone.
+
+When a client goes away, its request is aborted. The web framework notices this only for a stream;
+for an answer in one message `unless_gone` watches the connection, because a plain endpoint would
+compute to the end.
+
+Invariants: a client's key is compared with all keys, each in constant time, so that the time of an
+answer says nothing about a key. A ticket is given back exactly once, also after an error.
+
+Not known here: models, what is asked. Road not taken: middleware of the web framework's own; its
+base class hides from the application that a client has gone away.
+"""
+
+import asyncio
+import hmac
+import re
+from collections.abc import Awaitable
+from hashlib import sha256
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from nanoserve_extras.server.answers import event
+from nanoserve_extras.server.async_llm import EngineDeadError
+from nanoserve_extras.server.errors import AsciiResponse, BadRequest, error_body, error_response
+
+GONE = 499  # nginx's status for a client that has closed the connection
+ENDING = ("the server is told to end, and this request took longer than --drain-seconds: send it "
+          "again")
+PATIENCE = 16  # a body that is too long is read up to so many times the limit
+# Paths that need no key: they show the server's state and its API, but no prompt and no text.
+OPEN_PATHS = {"/health", "/ping", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
+
+
+class Ticket:
+    """The room that one request takes: `places` of the guard's."""
+
+    def __init__(self, guard: "Guard"):
+        self.guard, self.places = guard, 0
+
+    def widen(self, places: int) -> None:
+        """The request wants `places` in all. Raises `BadRequest`: 429 if there is no room now, 400
+        if there never will be."""
+        limit, more = self.guard.max_requests, places - self.places
+        if places > limit:
+            raise BadRequest(f"prompts times n must be at most {limit}, got {places}: send several "
+                             "requests", "n")
+        if self.guard.num_open + more > limit:
+            raise BadRequest(f"{self.guard.num_open} requests are open and {limit} are the limit "
+                             "(--max-requests): try again later", None, 429, "rate_limit_exceeded")
+        self.guard.num_open += more
+        self.places = places
+
+    def give_back(self) -> None:
+        self.guard.num_open -= self.places
+        self.places = 0
+
+
+class Guard:
+    """app: the application to guard. api_keys: an empty list needs no key. max_requests: sequences
+    that may be open, running or waiting. max_body_bytes: of one request. root_path: what stands in
+    front of all paths, if a proxy leaves it there."""
+
+    def __init__(self, app, api_keys: list[str] = (), max_requests: int = 1024,
+                 max_body_bytes: int = 4 * 2 ** 20, root_path: str = ""):
+        self.app, self.root_path = app, root_path.rstrip("/")
+        self.digests = [sha256(key.encode()).digest() for key in api_keys]
+        self.max_requests, self.max_body_bytes = max_requests, max_body_bytes
+        self.num_open = 0
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        headers, path = dict(scope["headers"]), scope["path"]
+        if self.root_path and path.startswith(self.root_path + "/"):
+            path = path.removeprefix(self.root_path)
+        # Clients join paths with a slash too many. A key is asked for by the path as it came.
+        plain = re.sub("/+", "/", path).rstrip("/") or "/"
+        scope = scope | {"path": self.root_path + plain, "root_path": self.root_path}
+        send = named(send, headers.get(b"x-request-id", b"")[:128] or uuid4().hex.encode())
+        try:
+            if path not in OPEN_PATHS and not self.is_known(headers):
+                raise BadRequest("this server wants a key: send the header Authorization: Bearer "
+                                 "KEY", None, 401, "invalid_api_key")
+            if scope["method"] == "POST":
+                await self._admit(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+        except BadRequest as error:
+            answer = error_response(str(error), error.status, error.param, error.code)
+            await answer(scope, receive, send)
+
+    def is_known(self, headers: dict[bytes, bytes]) -> bool:
+        """Digests are compared, which all have one length."""
+        if b"x-api-key" in headers:  # Anthropic's header
+            headers = {b"authorization": b"Bearer " + headers[b"x-api-key"]} | headers
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = sha256(key.strip()).digest()
+        found = [hmac.compare_digest(given, digest) for digest in self.digests]
+        return not self.digests or (any(found) and scheme.lower() == b"bearer")
+
+    async def _admit(self, scope, receive, send) -> None:
+        ticket = scope["ticket"] = Ticket(self)
+        try:
+            ticket.widen(1)
+            length = dict(scope["headers"]).get(b"content-length", b"0")
+            body = await self._read(receive, int(length))
+            await self.app(scope, replay(body, receive), send)
+        finally:
+            ticket.give_back()
+
+    async def _read(self, receive, announced: int) -> bytes:
+        """The body. What is too long is read on for a while and not kept, because a client that
+        still writes would not see the answer. A client that goes away sends no more, and the
+        application will hear of that by itself."""
+        most = PATIENCE * self.max_body_bytes
+        body, length, more = b"", announced if announced > most else 0, True
+        while more and length <= most:
+            message = await receive()
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            length += len(piece)
+            body = body + piece if length <= self.max_body_bytes else b""
+        if length > self.max_body_bytes:
+            raise BadRequest(f"the body must have at most {self.max_body_bytes:,} bytes "
+                             "(--max-body-bytes): send less", None, 413)
+        return body
+
+
+def named(send, request_id: bytes):
+    """A `send` that puts the client's own id of the request into the answer, or one made here."""
+    async def again(message: dict) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id),
+                                  (b"request-id", request_id)]  # OpenAI's name, and Anthropic's
+        await send(message)
+
+    return again
+
+
+def replay(body: bytes, receive):
+    """A `receive` that hands out the body in one piece, and then says what the real one says."""
+    told = False
+
+    async def again() -> dict:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+# -------------------------------------------------- a client that goes away
+
+
+class EventStream(StreamingResponse):
+    """Ends with an error where the server is ending. (A client that goes away cancels parts of it
+    only.)"""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:
+            last = event(error_body(ENDING, 503))
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
+    """The answer, as JSON. If the client goes away before there is one, `work` is cancelled."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_until_gone(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        answer = task.result() if task.done() else Response(status_code=GONE)
+        return answer if isinstance(answer, Response) else AsciiResponse(answer)
+    except asyncio.CancelledError as error:  # the client is still there: the server is ending
+        raise EngineDeadError(ENDING) from error
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_until_gone(http: Request) -> None:
+    """The body has been read, so the only message that still comes is the disconnect."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

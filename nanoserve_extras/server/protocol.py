@@ -1,0 +1,375 @@
+"""What clients send: OpenAI's bodies, with vLLM's additions, and what becomes of them.
+
+A body passes three checks, and whatever fails is a 400 that names the field:
+
+    shape      pydantic, strict: a "5" is no number            here
+    meaning    `SamplingParams`, the chat template, the prompt  where offline requests are checked
+    capacity   the prompt and max_tokens must fit together      api.py
+
+Which fields there are follows from `SamplingParams`: a new one is served at once. Of the others
+
+    null, or a value that asks for nothing      is passed over
+    would change the text (frontend/vllm.py)       400: what to do instead
+    nearly the name of a field here             400: did you mean ...?
+    harmless (frontend/vllm.py)                    is passed over
+    unknown                                     is passed over and logged once; 400 with `--strict`
+
+Invariant: a field that is left out, or null, has the model's own value (generation_config.json),
+which is not always the default of `SamplingParams`. Without `max_tokens` a chat may use all the
+room there is, and a completion has 16 tokens, as OpenAI's.
+
+Not known here: the engine, HTTP. Road not taken: the `openai` package's own types, which describe
+what OpenAI serves and not what this server does.
+"""
+
+import json
+from dataclasses import fields, replace
+from email import message_from_bytes, message_from_string
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+
+from nanoserve.config import RequestOutputKind, SamplingParams
+from nanoserve.frontend import vllm
+from nanoserve_extras.server.errors import BadRequest
+
+MAX_TOOLS, MAX_SCHEMAS = 128, 200_000  # OpenAI's number; characters of all schemas together
+MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chat, and vLLM's for both
+# What a client may not put among a template's variables: arguments of the tokenizer's method.
+NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tokenize", "padding",
+                     "add_generation_prompt", "continue_final_message", "truncation", "max_length",
+                     "return_tensors", "return_dict", "return_assistant_tokens_mask",
+                     "tokenizer_kwargs"}
+
+# A prompt is tried as each of its forms, and a long list of one must not fail item by item as
+# another.
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
+Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # of a prompt's tokens so many stay; -1: what fits
+Salt = Annotated[str, Field(min_length=1)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
+Effort = Literal["", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
+SWITCH = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
+Switch = Annotated[bool | None, BeforeValidator(  # Anthropic's and DeepSeek's `thinking`
+    lambda one: SWITCH.get(str(one.get("type")), one or None) if isinstance(one, dict) else
+    None if one == "" else one)]
+
+
+def as_prompts(prompts: Any) -> list:
+    """A text, or token ids, alone is a list of one."""
+    many = isinstance(prompts, list) and not isinstance(prompts[0], int)
+    return prompts if many else [prompts]
+
+
+class Fields(BaseModel):
+    """An object that clients send. What stays in its `model_extra` has names that are nobody's."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    @model_validator(mode="after")
+    def pass_over_or_refuse(self) -> "Fields":
+        names = [*type(self).model_fields, *(name for field in type(self).model_fields.values()
+                                             for name in getattr(field.validation_alias, "choices",
+                                                                 ()))]
+        for name, value in list(self.model_extra.items()):
+            row = vllm.ROWS.get(("body", name)) or vllm.ROWS.get(("SamplingParams", name))
+            if name in names or value is None or (row and row.asks_for_nothing(value)):
+                del self.model_extra[name]
+            elif row is not None:
+                raise BadRequest(f"{name} is not supported: {row.remedy}", name)
+            elif near := vllm.nearest(name, names):
+                raise BadRequest(f"there is no field {name}: did you mean {near}?", name)
+        return self
+
+
+class Body(Fields):
+    """What all bodies have in common."""
+
+    prompts_in: ClassVar[tuple[str, ...]] = ()  # fields with prompts, alone or in lists
+    model: str | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """The most that the body can make: the places that it takes (guard.py)."""
+        count = sum(len(as_prompts(getattr(self, name))) for name in self.prompts_in)
+        return max(1, count) * max(1, getattr(self, "n", None) or 1)
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: the usage so far, in every piece
+    include_obfuscation: bool | None = None  # padding against listeners: there is none
+
+
+SERVED = [one for one in fields(SamplingParams) if not one.metadata["offline"]]
+OF_CHOICES = {"n", "logprobs", "prompt_logprobs"}  # one message has no place for them
+# A body with a field for each, to be left out or null. The rule's words are for the page `/docs`.
+Sampling = create_model("Sampling", __base__=Body, **{
+    one.name: (one.type | None, Field(None, description=one.metadata["rule"].must))
+    for one in SERVED if one.name not in OF_CHOICES})
+
+
+class Controls(Sampling):
+    """The fields that generators share: those of `SamplingParams`, which are handed on unchanged
+    and checked there, and the server's own."""
+
+    logit_bias: dict[str, float] | None = None  # JSON's keys are texts
+    structured_outputs: dict[str, Any] | None = None  # vLLM's way to ask for a form
+    priority: int | None = None
+    cache_salt: Salt | None = None
+    stream: bool | None = None
+
+
+class GenerationBody(Controls):
+    """What completions and chats have besides."""
+
+    n: int | None = None
+    response_format: dict[str, Any] | None = None  # OpenAI's way to ask for a form
+    prompt_logprobs: Logprobs | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # newer than max_tokens
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Cut | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def limit(self) -> int | None:
+        """The client's own limit of output tokens."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """defaults: the model's own, with the endpoint's `max_tokens`. Raises `ValueError`."""
+        given = {one.name: value for one in SERVED
+                 if (value := getattr(self, one.name)) is not None}
+        given["logprobs"] = self.num_logprobs  # how many of the likeliest; None: no logprobs
+        given["prompt_logprobs"] = self.num_prompt_logprobs
+        if (limit := self.limit()) is not None:
+            given = {"min_tokens": min(defaults.min_tokens, limit)} | given | {"max_tokens": limit}
+        if self.response_format is not None:
+            given["structured_outputs"] = self.form()
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return replace(defaults, output_kind=kind, **given)
+
+    def form(self) -> Any:
+        """What `response_format` asks for; None where any text will do. Raises `ValueError`."""
+        from nanoserve_extras.structured.structured import (
+            from_response_format,  # here: it may be deleted
+        )
+        asked = from_response_format(self.response_format)
+        if asked is not None and self.structured_outputs is not None:
+            raise BadRequest("structured_outputs and a format (response_format, text.format, "
+                             "output_config.format) exclude each other: leave one of them out",
+                             "structured_outputs")  # which all languages call so
+        return asked or self.structured_outputs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
+    def num_samples(self) -> int:
+        """How many each prompt gets."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def check_stream(self) -> "GenerationBody":
+        if self.include_usage and not self.stream:
+            raise BadRequest("stream_options has a meaning only with stream=true: leave it out",
+                             "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest("prompt_logprobs come with a whole answer only: use stream=false",
+                             "prompt_logprobs")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`. A prompt is a text or token ids, or a list of either."""
+
+    prompts_in = ("prompt",)
+    prompt: Prompts
+    logprobs: Logprobs | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def only_echo(self) -> bool:
+        """To score a prompt: one token is computed, which nobody sees."""
+        return bool(self.echo) and self.max_tokens == 0 and self.max_completion_tokens is None
+
+    def limit(self) -> int | None:
+        return 1 if self.only_echo else super().limit()
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """What is echoed has logprobs, too."""
+        is_scored = self.echo and self.prompt_logprobs is None
+        return self.logprobs if is_scored else self.prompt_logprobs
+
+
+class TranscriptionBody(CompletionBody):
+    """`POST /v1/audio/transcriptions`, a form: what is said in a WAV file (docs/vision.md)."""
+
+    prompts_in = ()
+    file: bytes
+    prompt: str | None = None  # a hint
+    language: str | None = None
+    temperature: float = 0.0
+    response_format: Literal["json", "text"] = "json"
+
+    def form(self) -> Any:
+        return self.structured_outputs
+
+
+def form_fields(kind: str, body: bytes) -> dict[str, bytes | str]:
+    """The fields of multipart/form-data (RFC 7578), of which files are bytes. kind: the request's
+    Content-Type. Raises `BadRequest`. The standard library reads the heads alone: its parser goes
+    into parts of parts, and takes a square of time for them."""
+    whole, found = message_from_string(f"Content-Type: {kind}"), {}
+    boundary = whole.get_boundary("").encode(errors="replace")
+    if whole.get_content_type() != "multipart/form-data" or not boundary:
+        raise BadRequest(f"the body was not read, because its Content-Type is {kind:.80}: send a "
+                         "form, multipart/form-data with its boundary", None, 415)
+    for part in (b"\r\n" + body).split(b"\r\n--" + boundary)[1:-1]:
+        head, _, data = part.partition(b"\r\n\r\n")
+        told = message_from_bytes(head.strip())
+        name = str(told.get_param("name", header="content-disposition"))
+        found[name] = data if told.get_filename() else data.decode(errors="replace")
+    return found
+
+
+class Function(BaseModel):
+    """What a tool is called and takes. Templates look for entries of their own, too."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object
+
+
+class Tool(BaseModel):
+    """A function; OpenAI's hosted tools are not served."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: Function
+
+
+class ToolChoice(BaseModel):
+    """The one tool that has to be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Conversation(Body):
+    """Messages for the chat template. It checks what they hold (frontend/messages.py)."""
+
+    messages: Messages
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    thinking: Switch = None
+
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages. As in vLLM an effort asks for thoughts,
+        because there are templates that begin none by themselves. Their switch has two names."""
+        effort, given = self.reasoning_effort or None, self.chat_template_kwargs or {}
+        switch = given.get("enable_thinking", given.get("thinking", self.thinking))
+        if switch is None and effort:
+            switch = effort != "none"
+        asked = dict(reasoning_effort=effort, enable_thinking=switch, thinking=switch)
+        asked = {name: value for name, value in asked.items() if value is not None}
+        going_on = bool(self.continue_final_message)
+        begin = not going_on if self.add_generation_prompt is None else self.add_generation_prompt
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        shown = dict(tools=tools) if tools and self.tool_choice != "none" else {}
+        return dict(asked | given, add_generation_prompt=begin, continue_final_message=going_on,
+                    **shown)
+
+    def schemas(self) -> dict[str, dict]:
+        """Of the arguments of each tool that may be called, by name."""
+        if self.tool_choice == "none":
+            return {}
+        named = getattr(self.tool_choice, "function", None)
+        closed = dict(type="object", additionalProperties=False)  # of a tool without arguments
+        return {one.name: one.parameters if (one.parameters or {}).get("properties") else closed
+                for one in (tool.function for tool in self.tools or ())
+                if named is None or one.name == named.name}
+
+    @model_validator(mode="after")
+    def check_tools(self) -> "Conversation":
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise BadRequest(f"tools: the name {min(twice)} is there twice", "tools")
+        for one in (tool.function for tool in self.tools or ()):
+            if not isinstance((one.parameters or {}).get("properties", {}), dict):
+                raise BadRequest(f"tools: of {one.name} the parameters' properties are no object",
+                                 "tools")
+        size = len(json.dumps([tool.function.parameters for tool in self.tools or ()]))
+        if size > MAX_SCHEMAS:
+            raise BadRequest(f"tools: their parameters have {size:,} characters, and "
+                             f"{MAX_SCHEMAS:,} are the most: shorten them", "tools")
+        if self.tool_choice not in (None, "none", "auto") and not self.schemas():
+            raise BadRequest("tool_choice asks for a call, but of no tool that is among tools: "
+                             f"{', '.join(names) or 'there are none'}", "tool_choice")
+        return self
+
+    @model_validator(mode="after")
+    def check_template_options(self) -> "Conversation":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest("continue_final_message and add_generation_prompt exclude each other",
+                             "continue_final_message")
+        if wrong := NOT_FOR_TEMPLATES & set(self.chat_template_kwargs or ()):
+            raise BadRequest(f"chat_template_kwargs takes the template's own variables, not "
+                             f"{', '.join(sorted(wrong))}", "chat_template_kwargs")
+        return self
+
+
+class ChatBody(GenerationBody, Conversation):
+    """`POST /v1/chat/completions`."""
+
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
+        return self
+
+
+class TokenizeBody(Conversation):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def check_one_is_given(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("give one of prompt and messages", "prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    tokens: TokenIds

@@ -1,0 +1,302 @@
+"""A grammar that keeps a model to its own format of calls, in llguidance's dialect of Lark.
+
+    required, or one tool      thought?  calls                     never an invalid call
+    auto                       thought?  (text  calls)*  text      once a call has begun, it is one
+    a form (response_format)   thought?  JSON                      or, with tools: calls | JSON
+
+So no name is invented, and all arguments are what the tool's schema says. In `auto` the model
+writes what it likes until the format's trigger, `<tool_call>` say, and is kept to the format from
+there. A special token in a literal is written as its id: its bytes are no token's.
+
+Where a format writes texts as they are, between markers, a text can't hold the marker behind it,
+and a schema's `pattern` can't be kept to. Such a keyword, or one that llguidance lacks, is refused
+where a call is required, and passed over in `auto`: real agents send them. JSON has no white space
+to choose.
+
+Not known here: masks, which structured/structured.py makes of a grammar. Road not taken:
+llguidance's `StructTag`, which knows neither thoughts nor a second call behind a separator.
+"""
+
+import json
+import os
+import re
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nanoserve.checkpoint.tokenizers import Tokenizer
+from nanoserve.config import SamplingParams
+from nanoserve.llm import LLM
+from nanoserve_extras.server.errors import BadRequest
+from nanoserve_extras.server.protocol import ChatBody
+from nanoserve_extras.server.tool_format import derive
+from nanoserve_extras.server.tools import ID, ID_PART, NAME, Format, Reader, kinds_of, resolve
+
+TEXT = "/(?s:.*)/"
+LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
+OTHERS = {"number", "boolean", "null"}
+MAX_VALUES = 2_000
+# Bounds of a chat template while its format is derived, which takes a tenth of a second.
+CPU_SECONDS, WALL_SECONDS, ROOM, MOST_TEXT = 5, 60, 2 ** 29, 2 ** 20
+
+
+class Turns:
+    """What a server knows of its model's turns. chat_template: replaces the tokenizer's own."""
+
+    def __init__(self, llm: LLM, chat_template: str | None = None):
+        tokenizer = llm.tokenizer
+        options = {} if chat_template is None else {"chat_template": chat_template}
+        if tokenizer is None or not (chat_template or tokenizer.chat_template):
+            self.form = Format("", why="tools need a chat template, and the tokenizer has none")
+            return
+        ends = [tokenizer.decode([token_id]) for token_id in {
+            *llm.model_config.eos_token_ids, tokenizer.eos_token_id} - {None}
+            if token_id < llm.model_config.vocab_size]
+        self.form = apart(tokenizer, lambda: derive(lambda chat, **more: llm.inputs.render_chat(
+            chat, **options, **more)["prompt"], ends))
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = {one.content: token_id for token_id, one in added.items()
+                        if one.special or re.fullmatch("<.+>", one.content)}  # as llguidance does
+
+    def reader(self, body: ChatBody, prompt: str | None) -> Reader | None:
+        """None: the whole text is the answer, without calls and thoughts."""
+        schemas = body.schemas()
+        is_free = not {"regex", "choice", "grammar"} & (body.structured_outputs or {}).keys()
+        if not schemas and not (self.form.thought and is_free):
+            return None
+        return self.form.reader(schemas, prompt or "", body.parallel_tool_calls is False)
+
+    def params(self, body: ChatBody, params: SamplingParams, prompt: str) -> SamplingParams:
+        """With the grammar that the body's tools need. Raises `ValueError`."""
+        schemas, start, asked = body.schemas(), self.reader(body, prompt), params.structured_outputs
+        needed = body.tool_choice not in (None, "auto", "none")
+        if schemas and not self.form.open:
+            raise BadRequest(self.form.why, "tools")
+        if start is None:
+            return params
+        if any(token in text for text in self.form.literals for token in self.special):
+            params = replace(params, skip_special_tokens=False)
+        if asked is None and not needed:
+            if not schemas or not find_spec("llguidance"):
+                return params  # calls are only read
+        elif not schemas and not start.may_think:
+            return params
+        answer = None if asked is None or needed else self._schema_of(asked)
+        grammar = ToolGrammar(self.form, schemas, self.special)
+        try:
+            text = grammar.text(start, needed, start.one, answer)
+        except (AttributeError, KeyError, RecursionError, TypeError, re.error) as error:
+            raise BadRequest(f"tools: one of the schemas is no JSON schema: {error!s:.200}",
+                             "tools") from error
+        return replace(params, structured_outputs=dict(grammar=text))
+
+    def _schema_of(self, asked: Any) -> dict:
+        """Of an answer that must be JSON. Raises `ValueError`."""
+        from nanoserve_extras.structured.structured import (
+            StructuredOutputsParams,  # here: it may be deleted
+        )
+        asked = StructuredOutputsParams.of(asked)
+        schema = {"type": "object"} if asked.json_object else asked.json
+        if schema is None:
+            raise BadRequest("structured_outputs: with tools only json is possible: leave one of "
+                             "them out", "structured_outputs")
+        return json.loads(schema) if isinstance(schema, str) else schema
+
+
+def apart(tokenizer: Tokenizer, work: Callable[[], Format]) -> Format:
+    """What `work` returns, in a process of its own: a chat template is a program that came with a
+    model, and may never end, or take all memory. Raises `ValueError` beyond the bounds."""
+    context = get_context("fork")  # nothing is imported, or sent there
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_work_apart, args=(tokenizer, work, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if ours.poll(WALL_SECONDS):
+            return ours.recv()
+    except EOFError:
+        pass
+    finally:
+        child.kill()
+        child.join()
+    raise ValueError(f"the chat template takes more than {CPU_SECONDS} seconds, {ROOM:,} bytes or "
+                     f"{MOST_TEXT:,} characters for a few words: choose another (--chat-template)")
+
+
+def _work_apart(tokenizer: Tokenizer, work: Callable[[], Format], answer: Connection) -> None:
+    def render(*args, **options) -> str:
+        try:
+            text = template(*args, **options)
+        except MemoryError:
+            os._exit(1)
+        return text if len(text) <= MOST_TEXT else os._exit(1)
+
+    template, tokenizer.apply_chat_template = tokenizer.apply_chat_template, render
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    with suppress(OSError, ValueError):  # where there is no /proc, time is the bound
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
+    answer.send(work())
+
+
+class ToolGrammar:
+    """schemas: of each tool's arguments, by name; special: ids of special tokens, by text."""
+
+    def __init__(self, form: Format, schemas: dict[str, Any], special: dict[str, int]):
+        self.form, self.schemas, self.special = form, schemas, special
+        self.rules: dict[str, str] = {}  # name by body
+        self.num_values, self.is_lenient = 0, False  # whether unknown keywords are passed over
+
+    def text(self, start: Reader, required: bool, one: bool, answer: dict | None) -> str:
+        """The grammar of a turn. start: where the prompt has left it; one: at most one call;
+        answer: a JSON schema for what is no call. Raises `ValueError`."""
+        form, literal, self.is_lenient = self.form, self.literal, not required
+        end = f"({literal(form.end)})?" if form.end else ""
+        thought, gap = "", "" if start.began else form.gap
+        if start.may_think:
+            thought = self._add("thought", self._until(form.thought))
+            if start.state != "thinks":
+                thought = rf"(/[ \n]{{0,2}}/ {literal(form.think)} {thought})?"
+            gap = form.gap
+        calls, said = "", self._add("said", f"{literal(form.say)} {TEXT} {end}")
+        is_free = not required and answer is None and not form.say
+        if self.schemas and is_free:
+            head = self._add("head", self._until(form.trigger))
+            calls = f"{head} {self._calls(form.open.removeprefix(form.trigger), one)}"
+        elif self.schemas:
+            calls = self._calls(gap + form.open, one)
+        if answer is not None:
+            said = rf"/[ \n]{{0,2}}/ {literal(form.say)} {self._json(answer, answer)} {end}"
+        if required or not calls:
+            body = calls or said
+        elif is_free:
+            body = f"({calls}){'?' if one else '*'} {TEXT}"
+        else:
+            body = f"({calls} | {said})"
+        return "\n".join([f"start: {thought} {body}", *(
+            f"{name}{body}" for body, name in self.rules.items())])
+
+    def literal(self, text: str) -> str:
+        """Lark's literals are written as JSON's texts are; special tokens as their ids. The id of
+        a call is any, or left out. A call without a marker is written in JSON's own parts: an
+        answer in JSON may begin with the same one."""
+        if (part := ID_PART.search(text)) and part[0] != text:
+            before, behind = text[:part.start()], text[part.end():]
+            return f"{self.literal(before)} ({self.literal(part[0])})? {self.literal(behind)}"
+        known = "|".join(map(re.escape, [*sorted(self.special, key=len, reverse=True), ID]))
+        if self.form.open.startswith(('{"', "[{")):
+            known += rf'|"(?!{ID})[^"]*"|[,:] ?'
+        return " ".join(f"<[{self.special[part]}]>" if part in self.special else
+                        "/[a-zA-Z0-9]{9}/" if part == ID else json.dumps(part)
+                        for part in re.split(f"({known})", text) if part)
+
+    def _add(self, name: str, body: str) -> str:
+        """A rule. An attribute, `[lazy]` say, stands behind its name."""
+        body = body if body.startswith("[") else f": {body}"
+        return self.rules.setdefault(body, f"{name}_{len(self.rules)}")
+
+    def _until(self, mark: str, text: str = "(?s:.*)") -> str:
+        """Any text up to the mark, and the mark. A special token is in no text, and ends it."""
+        where = [mark.find(token) for token in self.special if token in mark]
+        if not where:
+            return f"[suffix={json.dumps(mark)}]: /{text}/"
+        before = re.sub(r"([^\w\s])", r"\\\1", mark[:min(where)]).replace("\n", r"\n")
+        return f"/{text}{before}/ {self.literal(mark[min(where):])}"
+
+    def _calls(self, before: str, one: bool) -> str:
+        """A call, and perhaps more. before: what stands in front of the first one's name."""
+        form, calls = self.form, []
+        for name, schema in self.schemas.items():
+            arguments = self._json(schema, schema) if form.is_json else self._object(
+                schema, schema, form.first, form.then)
+            calls.append((name + form.after.replace(NAME, name), self._add("tool", arguments)))
+
+        def call(before: str) -> str:
+            return " | ".join(f"{self.literal(before + head)} {arguments}"
+                              for head, arguments in calls)
+
+        more = "" if one or not form.between else self._add("more", call(form.between)) + "*"
+        return f"{self._add('call', call(before))} {more} {self.literal(form.close)}"
+
+    def _json(self, schema: Any, root: Any) -> str:
+        """JSON in one line. root: where the schema's references lead."""
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        whole = json.loads(json.dumps({**shared, **(schema if isinstance(schema, dict) else {})}))
+        from nanoserve_extras.structured.structured import ONE_LINE  # here: it may be deleted
+        from nanoserve_extras.structured.structured_schema import tidy
+        whole = tidy(whole, True, lambda keys, patterns: True)
+        return "%json " + json.dumps(whole | {
+            "x-guidance": ONE_LINE | {"lenient": self.is_lenient}})
+
+    def _object(self, schema: dict, root: dict, first: str, then: str) -> str:
+        """Keys and values between markers, in the schema's order. For what may follow there are two
+        rules: `none`, where no key has been written yet, and `some`."""
+        keys, needed = schema.get("properties") or {}, schema.get("required") or ()
+        none = some = self._add("end", '""')
+        order = sorted(keys, key=str.lower) if self.form.is_sorted else list(keys)
+        for key in reversed(order):
+            values = self._values(key, keys[key], root)
+            none, some = (self._add("keys", " | ".join(
+                [f"{self.literal(mark + key + before)} {rule} {some}" for before, rule in values]
+                + ([] if key in needed else [skip]))) for mark, skip in (
+                    (first, none), (then, some)))
+        return none
+
+    def _values(self, key: str, schema: Any, root: dict) -> list[tuple[str, str]]:
+        """What may stand behind a key: what is in front of a value, and the value's rule."""
+        form, schema, self.num_values = self.form, resolve(schema, root), self.num_values + 1
+        if self.num_values > MAX_VALUES:
+            raise ValueError(f"tools: their schemas have more than {MAX_VALUES:,} places for "
+                             "values: shorten them")
+        if parts := schema.get("anyOf", schema.get("oneOf")):
+            return [value for part in parts for value in self._values(key, part, root)]
+        kinds, found = kinds_of(schema, root), []
+        if not kinds or "string" in kinds:
+            found.append((form.text[0], self._text(key, schema)))
+        if not kinds or kinds - {"string"}:
+            if "enum" in schema:
+                rest = {"enum": [one for one in schema["enum"] if not isinstance(one, str)]}
+            else:
+                others = OTHERS if form.is_marked else OTHERS | {"object", "array"}
+                rest = schema | {"type": sorted(kinds - {"string"} or others)}
+            rule = self._marked(key, rest, root) if form.is_marked else self._json(rest, root)
+            found.append((form.value[0], f"{rule} {self.literal(form.value[1])}"))
+        return found
+
+    def _text(self, key: str, schema: dict) -> str:
+        """A text and the marker behind it."""
+        form = self.form
+        values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        if values:
+            write = str if form.is_raw else repr
+            texts = [write(one) + form.text[1] for one in values if isinstance(one, str)]
+            return f"({' | '.join(map(self.literal, texts))})"
+        if "pattern" in schema and not self.is_lenient:
+            raise ValueError(f"tools: {key!r} has a pattern, which this model's format of calls "
+                             "has no grammar for: leave it out")
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        length = f"{{{least},{most}}}" if least or most != "" else "*"
+        if not form.is_raw:
+            return LITERAL % length + f" {self.literal(form.text[1])}"
+        return self._add("text", self._until(form.text[1], f"(?s:.){length}"))
+
+    def _marked(self, key: str, schema: dict, root: dict) -> str:
+        """A value with bare keys, and texts between markers."""
+        kinds, found = schema.get("type", ()), []
+        if "object" in kinds:
+            found.append(f'"{{" {self._object(schema, root, "", self.form.then)} "}}"')
+        if "array" in kinds:
+            before, items = len(self.form.value[0]), schema.get("items", {})
+            item = self._add("item", " | ".join(
+                f"{self.literal(mark[before:])} {rule}"
+                for mark, rule in self._values(key, items, root)))
+            found.append(f'"[" ({item} ("," {item})*)? "]"')
+        if rest := set(kinds) - {"object", "array"} or not kinds:
+            found.append(self._json(schema | ({"type": sorted(rest)} if kinds else {}), root))
+        return self._add("value", " | ".join(found))

@@ -1,0 +1,314 @@
+"""`/v1/responses`, and what it shares with `/v1/messages`: two more languages for a chat.
+
+    Responses (OpenAI's agents, Codex)  ─┐                 ┌─ a response of items     , its events
+                                         ├─ ChatBody, chat ┤
+    Messages (Anthropic's, Claude Code) ─┘                 └─ a message of blocks     , its events
+
+A body becomes a `ChatBody`, a chat's answer becomes the answer, and its pieces become events. So
+both can do what a chat can, and nothing more. An answer is a list of parts: thoughts,
+texts and calls, in the order in which the model wrote them. A stream tells of each part that it
+begins, how it grows, and that it has ended.
+
+Nothing is kept: what refers to an earlier answer, or to something that a provider hosts, is refused
+in words. Not known here: the engine, templates, formats. Road not taken: endpoints of their own
+over the engine, as in vLLM; the two would have to learn each new field of a chat.
+"""
+
+import json
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+from uuid import uuid4
+
+from pydantic import Field
+
+from nanoserve_extras.server.errors import BadRequest
+from nanoserve_extras.server.protocol import Controls, Switch
+
+OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
+NEEDED = {"message": "content", "function_call_output": "output"}  # of an item
+
+
+@dataclass
+class Part:
+    """Of an answer. kind: "thought", "said" or "call"; text: of a call its arguments."""
+
+    kind: str
+    text: str = ""
+    name: str = ""
+    id: str = field(default_factory=lambda: uuid4().hex)
+    index: int = 0  # its place in a stream
+
+
+def parts_of(message: dict) -> list[Part]:
+    """Of a chat's message, or of a piece of one."""
+    thought, said = message.get("reasoning_content"), message.get("content")
+    return [Part(kind, text) for kind, text in (("thought", thought), ("said", said)) if text] + [
+        Part("call", call["function"]["arguments"], call["function"]["name"], call["id"])
+        for call in message.get("tool_calls", ())]
+
+
+class Language(Controls):
+    """A body that becomes a chat's, and an answer in the same language. It may have vLLM's fields
+    of a chat, but those for which there is no place in the answer."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking: Switch = None
+
+    def chat(self) -> dict:
+        """The fields of a `ChatBody`. Raises `BadRequest`."""
+        options = dict(include_usage=True, continuous_usage_stats=True) if self.stream else None
+        given = {name: getattr(self, name) for name in Controls.model_fields}
+        try:
+            own = {name: value for name, value in self.as_chat().items() if value is not None}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise BadRequest("a part of the body has another shape than it must have: "
+                             f"{error!s:.200}") from error
+        switch = {} if self.thinking is None else dict(enable_thinking=self.thinking)
+        variables = (self.chat_template_kwargs or {}) | switch
+        return given | own | dict(stream_options=options, chat_template_kwargs=variables)
+
+    def answer(self, chat: dict) -> dict:
+        """A whole one."""
+        [choice] = chat["choices"]
+        return self.whole(uuid4().hex, chat, parts_of(choice["message"]), choice)
+
+    async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
+        """The events of a chat's pieces."""
+        number = 0
+        async for several in self._told(pieces):
+            for told in several:
+                if told["type"].startswith("response."):
+                    told["sequence_number"] = number
+                number += 1
+                yield f"event: {told['type']}\ndata: {json.dumps(told)}\n\n".encode()
+
+    async def _told(self, pieces: AsyncIterator[dict]) -> AsyncIterator[list[dict]]:
+        """The events of each piece: a text goes on, or another part begins."""
+        name, parts, chat, last = uuid4().hex, [], {}, {}
+        async for piece in pieces:
+            is_first, chat = not chat, piece
+            if "error" in chat:
+                yield [chat | dict(message=chat["error"]["message"])]
+                return
+            if is_first:
+                yield self.begun(name, chat)
+            for choice in chat["choices"]:
+                last = choice if choice["finish_reason"] else last
+                for part in parts_of(choice["delta"]):
+                    if not parts or parts[-1].kind != part.kind or part.kind == "call":
+                        if parts:
+                            yield self.ended(parts[-1])
+                        parts.append(replace(part, text="", index=len(parts)))
+                        yield self.opened(parts[-1])
+                    parts[-1].text += part.text
+                    yield self.grown(parts[-1], part.text)
+        if parts:
+            yield self.ended(parts[-1])
+        yield self.over(name, chat, parts, last)
+
+
+def joined(turns: Iterable[dict]) -> list[dict]:
+    """A chat's messages. Several items of an assistant in a row are one, and are put together."""
+    found: list[dict] = []
+    for turn in turns:
+        if found and turn["role"] == "assistant" == found[-1]["role"]:
+            for key in turn.keys() - {"role"}:
+                found[-1][key] = found[-1].get(key, type(turn[key])()) + turn[key]
+        else:
+            found.append(turn)
+    return found
+
+
+def texts(content: Any) -> Any:
+    """Content as a chat has it: a list of parts. Parts that are no text are refused later."""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    return [part_of(part) if isinstance(part, dict) else part
+            for part in (content if isinstance(content, list) else [content])]
+
+
+def part_of(part: dict) -> dict:
+    """A part of a message as a chat has it. Raises `ValueError` for an image that is not in it."""
+    kind = part.get("type")
+    if kind not in ("input_image", "image"):
+        return part | {"type": OURS.get(str(kind), kind)}
+    source = part.get("source") or {}  # of Anthropic's
+    url = part.get("image_url", source.get("url"))
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    if not isinstance(url, str):
+        raise ValueError("an image must be sent itself, in base64, because no files are kept here, "
+                         f"got {part!r:.120}")
+    return dict(type="image_url", image_url=url)
+
+
+def form_of(field: str, form: Any) -> dict | None:
+    """A chat puts what a JSON schema is about one level deeper. Raises `BadRequest`."""
+    if not isinstance(form, dict | None):
+        raise BadRequest(f"{field}.format must be an object with a type, got {form!r:.80}", field)
+    is_schema = form is not None and form.get("type") == "json_schema"
+    return dict(type="json_schema", json_schema=form) if is_schema else form
+
+
+def called(id_: Any, name: Any, arguments: Any) -> list[dict]:
+    if not isinstance(name, str):
+        raise BadRequest(f"a call must name its function, got name={name!r:.80}")
+    return [dict(id=id_, type="function", function=dict(name=name, arguments=arguments))]
+
+
+def tool(is_function: bool, one: dict, schema: str) -> dict:
+    """A chat's tool. schema: the key of its parameters."""
+    if not is_function:
+        raise BadRequest(f"tools: {one.get('type')!r:.80} is no function with a schema: leave out "
+                         "what a provider hosts, and give the rest as functions", "tools")
+    shown = dict(name=one.get("name"), description=one.get("description"),
+                 parameters=one.get(schema))
+    return dict(type="function", function={
+        key: value for key, value in shown.items() if value is not None})
+
+
+# -------------------------------------------------------------------- Responses
+
+
+class ResponsesBody(Language):
+    """`POST /v1/responses`."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+
+    def as_chat(self) -> dict:
+        choice, reasoning = self.tool_choice, self.reasoning or {}
+        if foreign := {"enabled", "exclude", "max_tokens"} & reasoning.keys():
+            raise BadRequest(f"reasoning: {min(foreign)} is not supported: say how much with effort"
+                             " (none to max)", "reasoning")
+        if isinstance(choice, dict) and "function" not in choice:
+            choice = dict(type=choice.get("type"), function=dict(name=choice.get("name")))
+        return dict(
+            messages=joined(self.turns()), parallel_tool_calls=self.parallel_tool_calls,
+            tools=[tool(one.get("type", "function") == "function", one, "parameters")
+                   for one, _ in self._functions()],
+            tool_choice=choice, max_completion_tokens=self.max_output_tokens,
+            response_format=form_of("text", (self.text or {}).get("format")),
+            reasoning_effort=reasoning.get("effort"))
+
+    def _functions(self) -> list[tuple[dict, str | None]]:
+        """Each with its namespace: Codex shows its tools in groups."""
+        return [(one, group["name"] if one is not group else None) for group in self.tools or ()
+                for one in (group.get("tools", ()) if group.get("type") == "namespace"
+                            else [group])]
+
+    def turns(self) -> Iterator[dict]:
+        if self.instructions:
+            yield dict(role="system", content=self.instructions)
+        items = self.input
+        for item in [dict(role="user", content=items)] if isinstance(items, str) else items:
+            kind = item.get("type", "message")
+            if (field := NEEDED.get(str(kind))) and item.get(field) is None:
+                raise BadRequest(f"input: an item of type {kind!r} needs {field}, got {item!r:.80}",
+                                 "input")
+            if kind == "message":
+                yield dict(role=item.get("role"), content=texts(item.get("content")))
+            elif kind == "function_call":
+                yield dict(role="assistant", content=[], tool_calls=called(
+                    item.get("call_id"), item.get("name"), item.get("arguments")))
+            elif kind == "function_call_output":
+                yield dict(role="tool", tool_call_id=item.get("call_id"),
+                           content=texts(item.get("output")))
+            elif kind == "reasoning":
+                thought = texts(item.get("content")) or texts(item.get("summary"))
+                if not all(isinstance(one, dict) and isinstance(one.get("text", ""), str)
+                           for one in thought):
+                    raise BadRequest("input: the content and the summary of reasoning are texts, "
+                                     f"got {thought!r:.80}", "input")
+                yield dict(role="assistant", content=[], reasoning_content="".join(
+                    one.get("text", "") for one in thought))
+            else:
+                raise BadRequest(f"input: an item of type {kind!r:.80} is not supported, because "
+                                 "nothing is kept or hosted here: send its text", "input")
+
+    # ------------------------------------------------------------ its answer
+
+    def whole(self, name: str, chat: dict, parts: list[Part], choice: dict | None) -> dict:
+        """choice: the end of a chat's; None: it goes on."""
+        cut = choice is not None and choice["finish_reason"] == "length"
+        status = "in_progress" if choice is None else "incomplete" if cut else "completed"
+        usage = chat.get("usage") if choice is not None else None
+        return dict(
+            id=f"resp_{name}", object="response", created_at=chat["created"], status=status,
+            error=None, model=chat["model"], output=[self._item(part, status) for part in parts],
+            incomplete_details=dict(reason="max_output_tokens") if cut else None,
+            instructions=self.instructions, tools=self.tools or [], metadata={}, store=False,
+            tool_choice=self.tool_choice or "auto", temperature=self.temperature, top_p=self.top_p,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            text=self.text or dict(format=dict(type="text")), reasoning=self.reasoning,
+            usage=usage and dict(
+                input_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"],
+                total_tokens=usage["total_tokens"],
+                input_tokens_details=usage["prompt_tokens_details"],
+                output_tokens_details=usage["completion_tokens_details"]))
+
+    def _item(self, part: Part, status: str = "completed") -> dict:
+        content = [self._content(part)] if part.text else []
+        if part.kind == "thought":
+            return dict(type="reasoning", id=f"rs_{part.id}", summary=[], status=status,
+                        content=content)
+        if part.kind == "said":
+            return dict(type="message", id=f"msg_{part.id}", role="assistant", status=status,
+                        content=content)
+        where = {one.get("name"): group for one, group in self._functions() if group}
+        group = dict(namespace=where[part.name]) if part.name in where else {}
+        return dict(type="function_call", id=f"fc_{part.id}", call_id=part.id, name=part.name,
+                    arguments=part.text, status=status, **group)
+
+    def _content(self, part: Part) -> dict:
+        if part.kind == "thought":
+            return dict(type="reasoning_text", text=part.text)
+        return dict(type="output_text", text=part.text, annotations=[], logprobs=[])
+
+    def begun(self, name: str, chat: dict) -> list[dict]:
+        response = self.whole(name, chat, [], None)
+        return [dict(type=f"response.{kind}", response=response)
+                for kind in ("created", "in_progress")]
+
+    def _at(self, one: Part, kind: str, **more) -> dict:
+        """An event of a part that does not hold the whole item."""
+        where = {} if one.kind == "call" else dict(content_index=0)
+        if kind.startswith("output_text."):
+            where["logprobs"] = []
+        return dict(type=f"response.{kind}", output_index=one.index, **where, **more,
+                    item_id=self._item(one)["id"])
+
+    def opened(self, part: Part) -> list[dict]:
+        item = dict(type="response.output_item.added", output_index=part.index,
+                    item=self._item(part, "in_progress"))
+        if part.kind == "call":
+            return [item]
+        return [item, self._at(part, "content_part.added", part=self._content(part))]
+
+    def grown(self, part: Part, text: str) -> list[dict]:
+        return [self._at(part, f"{WRITTEN[part.kind]}.delta", delta=text)]
+
+    def ended(self, part: Part) -> list[dict]:
+        done = f"{WRITTEN[part.kind]}.done"
+        item = dict(type="response.output_item.done", output_index=part.index,
+                    item=self._item(part))
+        if part.kind == "call":
+            return [self._at(part, done, arguments=part.text, name=part.name), item]
+        return [self._at(part, done, text=part.text),
+                self._at(part, "content_part.done", part=self._content(part)), item]
+
+    def over(self, name: str, chat: dict, parts: list[Part], choice: dict) -> list[dict]:
+        response = self.whole(name, chat, parts, choice)
+        return [dict(type=f"response.{response['status']}", response=response)]
+
+
+WRITTEN = dict(thought="reasoning_text", said="output_text", call="function_call_arguments")

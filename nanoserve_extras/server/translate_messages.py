@@ -1,0 +1,140 @@
+"""`/v1/messages` and its `count_tokens`: Anthropic's language for a chat.
+
+    roles      user, assistant; the system's text is a field of its own
+    content    a text, or blocks: text, image, thinking, tool_use (a call), tool_result
+    events     message_start  (content_block_start  content_block_delta ...  content_block_stop)*
+               message_delta  message_stop
+
+A block of a result is a chat's message with the role "tool", and a user's turn may hold several of
+them and texts; a turn of the assistant with several calls is one message. Tokens that the prefix
+cache had are counted apart from the other ones of the prompt.
+
+Known limit: a budget of tokens for a thought is not kept to. Not known here: how a chat is answered
+(translate.py).
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic's rule, until Python 3.12
+
+from nanoserve_extras.server.errors import BadRequest
+from nanoserve_extras.server.translate import Language, Part, called, form_of, joined, texts, tool
+
+STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"),
+              call=("input_json_delta", "partial_json"))
+
+
+class Turn(TypedDict):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class CountBody(Language):
+    """`POST /v1/messages/count_tokens`: how many tokens the prompt would have."""
+
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # its older place
+
+    def as_chat(self) -> dict:
+        choice = self.tool_choice or {}
+        named = dict(type="function", function=dict(name=choice.get("name")))
+        found = dict(auto="auto", any="required", none="none", tool=named)
+        if choice and str(choice.get("type")) not in found:
+            raise BadRequest(f"tool_choice: type must be one of {', '.join(found)}", "tool_choice")
+        return dict(
+            messages=joined(self.turns()), tool_choice=found.get(choice.get("type")),
+            tools=[tool(one.get("type") in (None, "custom"), one, "input_schema")
+                   for one in self.tools or ()],
+            response_format=form_of("output_config", (self.output_config or {}).get(
+                "format", self.output_format)),
+            parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+            reasoning_effort=(self.output_config or {}).get("effort"))
+
+    def turns(self) -> Iterator[dict]:
+        if system := [one for one in texts(self.system) if one.get("text") != ""]:
+            yield dict(role="system", content=system)
+        for message in self.messages:
+            role, rest = message["role"], []
+            for block in texts(message["content"]):
+                kind = block.get("type")
+                if kind == "tool_result":
+                    yield dict(role="tool", tool_call_id=block.get("tool_use_id"),
+                               content=texts(block.get("content")))
+                elif kind == "tool_use":
+                    yield dict(role=role, content=rest, tool_calls=called(
+                        block.get("id"), block.get("name"), block.get("input")))
+                    rest = []
+                elif kind == "thinking":
+                    yield dict(role=role, content=[], reasoning_content=block.get("thinking"))
+                elif kind != "redacted_thinking":
+                    rest.append(block)
+            if rest:
+                yield dict(role=role, content=rest)
+
+
+class MessagesBody(CountBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+
+    def as_chat(self) -> dict:
+        return super().as_chat() | dict(stop=self.stop_sequences)
+
+    # ------------------------------------------------------------ its answer
+
+    def whole(self, name: str, chat: dict, parts: list[Part], choice: dict) -> dict:
+        return dict(id=f"msg_{name}", type="message", role="assistant", model=chat["model"],
+                    content=[self._block(part) for part in parts], **self._stop(choice),
+                    usage=self._usage(chat))
+
+    def _usage(self, chat: dict) -> dict:
+        usage = chat["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return dict(input_tokens=usage["prompt_tokens"] - cached, cache_read_input_tokens=cached,
+                    cache_creation_input_tokens=0, output_tokens=usage["completion_tokens"])
+
+    def _stop(self, choice: dict) -> dict:
+        reason, stop = choice["finish_reason"], choice["stop_reason"]
+        if reason == "stop" and isinstance(stop, str):
+            return dict(stop_reason="stop_sequence", stop_sequence=stop)
+        return dict(stop_reason=reason and STOPS.get(reason, "end_turn"), stop_sequence=None)
+
+    def _block(self, part: Part, is_empty: bool = False) -> dict:
+        if part.kind == "call":
+            try:
+                given = {} if is_empty else json.loads(part.text)
+            except ValueError:  # cut by max_tokens
+                given = {}
+            return dict(type="tool_use", id=part.id, name=part.name, input=given)
+        if part.kind == "thought":
+            return dict(type="thinking", thinking="" if is_empty else part.text, signature="")
+        return dict(type="text", text="" if is_empty else part.text)
+
+    def begun(self, name: str, chat: dict) -> list[dict]:
+        none = dict(finish_reason=None, stop_reason=None)
+        return [dict(type="message_start", message=self.whole(name, chat, [], none))]
+
+    def opened(self, part: Part) -> list[dict]:
+        return [dict(type="content_block_start", index=part.index,
+                     content_block=self._block(part, is_empty=True))]
+
+    def grown(self, part: Part, text: str) -> list[dict]:
+        kind, key = DELTAS[part.kind]
+        return [dict(type="content_block_delta", index=part.index,
+                     delta={"type": kind, key: text})]
+
+    def ended(self, part: Part) -> list[dict]:
+        return [dict(type="content_block_stop", index=part.index)]
+
+    def over(self, name: str, chat: dict, parts: list[Part], choice: dict) -> list[dict]:
+        return [dict(type="message_delta", delta=self._stop(choice), usage=self._usage(chat)),
+                dict(type="message_stop")]

@@ -1,0 +1,415 @@
+"""Structured output: a grammar says which tokens may come next, and the model chooses among them.
+
+A JSON schema, a regular expression, a list of choices or a Lark grammar is compiled when a request
+is checked, by the library llguidance. From then on a parser (Earley's) reads the output and says,
+before each token, which tokens of the vocabulary can go on with it: a mask, one bit a token. All
+others get a logit of -inf (controls.py), so every text that ends by itself is valid.
+
+**Where only one text is possible** (`{"hero": "`) its tokens are proposed as drafts, and one step
+checks all of them: jump-forward decoding (Zheng et al. 2023, "SGLang"). The road not taken is to
+append them without asking the model: another path for tokens to get into a sequence.
+
+Invariant: **what a parser has read follows from the sequence's tokens.** A draft is read to make
+the masks behind it, and then rolled back; after an interruption all tokens are read again.
+
+How a text ends: the parser's vocabulary has a token of its own, END, that the model doesn't have.
+Where END is allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints
+hold, unless they leave nothing that the grammar allows; its limits may cut a text anywhere.
+
+Not known here: logits, blocks, steps. Known limit: a text follows the grammar from its first token,
+so a model thinks first only where the grammar has a place for it (server/tool_grammar.py).
+"""
+
+import json
+import math
+import re
+import warnings
+import weakref
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend import rules
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.request import Request
+from nanoserve.frontend.rules import in_words, option
+from nanoserve.sequence import Sequence
+from nanoserve_extras.structured.structured_schema import tidy
+
+END = "<|nanoserve: the text may end here|>"
+SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
+MAX_MULTIPLE = 10_000  # of JSON's multipleOf: compiling takes the square of it
+NUM_PROBED = 64  # forced tokens that are read when a grammar is compiled, to see whether it works
+SCHEMA = rules.instance((str, dict), "a JSON schema, as a dict or as text")
+REGEX = rules.instance(str, "a regular expression")
+GRAMMAR = rules.instance(str, "a grammar, Lark's or EBNF")
+FLAG = rules.instance(bool, "True or False")
+CHOICE = rules.list_of(rules.TEXT, "a list of non-empty texts", 1)
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# How JSON is written: as Python's json.dumps does it. A grammar that leaves white space open lets
+# small models write spaces for ever. A schema may say otherwise, by its own "x-guidance".
+ONE_LINE = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ")
+
+
+# ------------------------------------------------------------ what is asked for
+
+
+@dataclass
+class StructuredOutputsParams:
+    """What the output must be: exactly one of these, and what a schema may leave open. The names
+    are vLLM's. Raises `ValueError`."""
+
+    json: str | dict | None = option(None, SCHEMA)
+    regex: str | None = option(None, REGEX)  # which the whole output matches
+    choice: list[str] | None = option(None, CHOICE)  # one of these texts
+    grammar: str | None = option(None, GRAMMAR)  # Lark's, with llguidance's extensions; or EBNF
+    json_object: bool | None = option(None, FLAG)  # any JSON object
+    disable_additional_properties: bool = option(True, FLAG)  # False: any other keys, too
+
+    def __post_init__(self):
+        # json_object=False asks for nothing, as None does; an empty schema allows any JSON value.
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(f"structured_outputs must have exactly one of {', '.join(KINDS)}, got "
+                             f"{' and '.join(given) or 'none of them'}")
+        with in_words("structured_outputs"):
+            rules.check_fields(self)
+
+    @classmethod
+    def of(cls, asked: Any) -> "StructuredOutputsParams":
+        """Also takes a dict with these names. Raises `ValueError` for anything else."""
+        if isinstance(asked, dict):
+            names = [f.name for f in fields(cls)]
+            if unknown := [str(key) for key in asked if key not in names]:
+                raise ValueError(f"structured_outputs takes one of {', '.join(KINDS)}, got "
+                                 f"{', '.join(unknown)}")
+            return cls(**asked)
+        if not isinstance(asked, cls):
+            raise ValueError("structured_outputs must be StructuredOutputsParams or a dict such as "
+                             f"{{'regex': '[0-9]+'}}, got {asked!r:.100}")
+        return replace(asked)  # checked once more
+
+
+def from_response_format(response_format: dict | None) -> StructuredOutputsParams | None:
+    """OpenAI's `response_format` in our words; None where any text will do. Raises `ValueError`."""
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = response_format.get("schema")  # of llama.cpp's clients
+        return StructuredOutputsParams(json=schema or None, json_object=not schema or None)
+    if kind == "json_schema":
+        named = response_format.get("json_schema")
+        if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+            raise ValueError("response_format: json_schema must be a dict with a schema, got "
+                             f"{named!r:.100}")
+        return StructuredOutputsParams(json=named["schema"])
+    raise ValueError("response_format must be a dict whose type is text, json_object or "
+                     f"json_schema, got {response_format!r:.100}")
+
+
+# ------------------------------------------------------------------ its compiler
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Making this object is slow with a large vocabulary, so
+    it is made for the first request of this kind.
+
+    vocab_size: the model's, which may be padded beyond the tokenizer's. Raises `ValueError`.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ValueError('structured_outputs needs the library llguidance: pip install '
+                             '"nanoserve[structured]", or pip install "llguidance>=1.9,<2"'
+                             ) from error
+        self.library, self.vocab_size = llguidance, vocab_size
+        if tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer, and this engine has none: name "
+                             "one with tokenizer= (and without skip_tokenizer_init)")
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("structured_outputs needs a tokenizer of the library `tokenizers`, "
+                             f"got a {type(tokenizer).__name__}: name another with tokenizer=")
+        from tokenizers import Tokenizer  # here: it came with the tokenizer
+        own = Tokenizer.from_str(backend.to_str())
+        own.no_padding()
+        own.no_truncation()
+        own.add_special_tokens([END])
+        # Behind all others, so that no real token has it; a padded vocabulary may have room there.
+        self.end_id = own.token_to_id(END)
+        with in_words("structured_outputs: llguidance can't read this tokenizer", ValueError):
+            self.tokenizer = self.library.LLTokenizer(
+                own.to_str(), n_vocab=max(vocab_size, self.end_id + 1), eos_token=self.end_id)
+        # llguidance knows the usual ways to write a space and bytes; others it takes for letters.
+        read = self.tokenizer.decode_bytes(own.encode(SAMPLE, add_special_tokens=False).ids)
+        if read.decode(errors="replace").strip() != SAMPLE:
+            raise ValueError(f"structured_outputs: llguidance reads this tokenizer's {SAMPLE!r} as "
+                             f"{read!r}: name another with tokenizer=")
+        # One schema often comes with many requests. A matcher in here is only ever copied.
+        self.matcher_of = lru_cache(maxsize=64)(self._compile)
+
+    def compile(self, asked: Any, stop_ids: frozenset[int]) -> "Grammar":
+        """asked: `SamplingParams.structured_outputs`; stop_ids: what ends a text, by itself or for
+        the caller. Raises `ValueError`, with the library's words for what it does not support."""
+        asked = StructuredOutputsParams.of(asked)
+        end_ids = frozenset(i for i in stop_ids if 0 <= i < self.vocab_size)
+        if not end_ids:
+            raise ValueError("structured_outputs needs a token that ends the text, and there is no "
+                             "EOS (ignore_eos=True, or a model without): name one with "
+                             "stop_token_ids, or leave ignore_eos out")
+        with in_words("structured_outputs has a text that UTF-8 has no bytes for, a lone "
+                      "surrogate?", UnicodeEncodeError):
+            return Grammar(self, self.matcher_of(self._translate(asked)), end_ids)
+
+    def _compile(self, grammar: str) -> Any:
+        _refuse_what_crashes(grammar)
+        matcher = self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
+        # The library notices only while it reads that no text at all is possible, or too many: as a
+        # rule at the beginning, or behind what every text begins with.
+        probe = matcher.deep_copy()
+        if not matcher.is_error():
+            probe.compute_bitmask()
+            probe.try_consume_tokens(probe.compute_ff_tokens()[:NUM_PROBED])
+            probe.compute_bitmask()
+        if probe.is_error():  # whose words may repeat the whole grammar
+            words = probe.get_error()
+            words = "no text at all matches it" if words.startswith("NoExtension") else words
+            raise ValueError(f"structured_outputs: llguidance refuses this: {words:.500}")
+        return matcher
+
+    def _translate(self, asked: StructuredOutputsParams) -> str:
+        """To the library's own form of a grammar."""
+        to = self.library.LLMatcher
+        if asked.regex is not None:
+            return to.grammar_from_regex(asked.regex)
+        if asked.grammar is not None:
+            is_ebnf = re.search(r"(?m)^\s*[\w-]+\s*::=", asked.grammar)
+            return to.grammar_from_lark(_to_lark(asked.grammar) if is_ebnf else asked.grammar)
+        if asked.choice is not None:  # Lark's strings are written as JSON's are. One terminal: ...
+            "".join(asked.choice).encode()  # ... for a parser's rule 2,000 are too many
+            texts = " | ".join(map(json.dumps, asked.choice))
+            return to.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+        schema = {"type": "object"} if asked.json is None else asked.json
+        with in_words("structured_outputs: json is no JSON schema", ValueError, TypeError,
+                      RecursionError, re.error):
+            # As text: a dict that holds itself, handed to the library, ends the process.
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            text = json.dumps(tidy(json.loads(text), asked.disable_additional_properties,
+                                   self._is_dead))
+            return to.grammar_from_json_schema(text, defaults=ONE_LINE)
+
+    def _is_dead(self, keys: list[str], patterns: list[str]) -> bool:
+        """Whether no key is left for these patterns: whether the parser, when it has read an object
+        of all keys and the comma behind it, finds no way to go on."""
+        probe = dict(type="object", properties=dict.fromkeys(keys, {}), required=keys,
+                     patternProperties=dict.fromkeys(patterns, {}), additionalProperties=False)
+        matcher = self.library.LLMatcher(
+            self.tokenizer, self.library.LLMatcher.grammar_from_json_schema(
+                json.dumps(probe), defaults=ONE_LINE), log_level=0)
+        text = json.dumps(dict.fromkeys(keys), ensure_ascii=False)[:-1] + ", "
+        matcher.consume_tokens(self.tokenizer.tokenize_str(text))
+        matcher.compute_bitmask()
+        return matcher.get_error().startswith("NoExtension")
+
+
+def _to_lark(grammar: str) -> str:
+    """EBNF as llama.cpp and xgrammar write it. Raises `ValueError`."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+    with in_words("structured_outputs: grammar is no EBNF"):
+        return gbnf_to_lark(grammar)
+
+
+def _refuse_what_crashes(grammar: str) -> None:
+    """llguidance 1.9 recurses for ever over a whole number that is -2^63 as a float, which ends the
+    process: any client could end a server. And `multipleOf` has a state for each remainder: a prime
+    of eight digits keeps it busy for very long."""
+    if found := re.search(r"-922337203685477\d{4}(?![\d.eE])", grammar):
+        raise ValueError(f"structured_outputs: llguidance can't read the number {found[0]}: leave "
+                         "it out")
+    values = re.findall(r'multipleOf(?:\\+[nrt"]|[^\w\-])*([\d.eE+-]+)', grammar)
+    if (states := math.lcm(*map(_num_remainders, values))) > MAX_MULTIPLE:
+        raise ValueError(f"structured_outputs: multipleOf has {states:,} remainders (of all its "
+                         f"values together), and {MAX_MULTIPLE:,} are the most: leave it out")
+
+
+def _num_remainders(multiple: str) -> int:
+    """0.25 is 25 hundredths. Whether a number can be divided by 100 is seen from its end."""
+    try:
+        _, digits, exponent = Decimal(multiple).normalize().as_tuple()
+    except InvalidOperation:  # no number, which the library will say
+        return 1
+    number = int("".join(map(str, digits))) or 1
+    return number * 10 ** min(max(exponent, 0), 20) if number > 1 else 1
+
+
+# ---------------------------------------------------------------- one text's parser
+
+
+class Grammar:
+    """A compiled grammar, and how far the output of one sequence has got in it."""
+
+    def __init__(self, made_by: Grammars, compiled: Any, end_ids: frozenset[int]):
+        self.made_by, self.compiled, self.end_ids = made_by, compiled, end_ids
+        self.matcher: Any = None
+        self.failed_at = -1  # behind so many tokens the parser knew none to go on with
+        self.num_read: int | None = None  # tokens of the sequence, its prompt among them; None: ...
+        # ... the matcher has to begin anew
+
+    def fresh(self) -> "Grammar":
+        """For another sequence. What was compiled is shared."""
+        return Grammar(self.made_by, self.compiled, self.end_ids)
+
+    def mask(self, seq: Sequence, drafts: list[int] | tuple, allowed: np.ndarray,
+             banned: list[int]) -> np.ndarray:
+        """Which tokens may come behind the sequence's and these drafts: a bit for each,
+        (ceil(vocab_size / 8),) uint8, the lowest bit first.
+
+        allowed, banned: the request's other constraints (allowed: empty where all are).
+        """
+        self._read(seq)
+        self.num_read = None  # Ctrl-C while drafts are read: begin anew
+        num_fitting = self.matcher.try_consume_tokens(list(drafts))
+        if num_fitting == len(drafts):
+            mask = self._mask_here(len(seq.token_ids) + len(drafts))
+        else:  # a draft is forbidden, so it is wrong, and what follows it is thrown away
+            mask = np.full(-(-self.made_by.vocab_size // 8), 255, dtype=np.uint8)
+        self.matcher.rollback(num_fitting)
+        self.num_read = len(seq.token_ids)
+        return _narrow(mask, allowed, banned) if banned or len(allowed) else mask
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        """The tokens that have to follow, up to `most`: none where there is a choice."""
+        self._read(seq)
+        return self.matcher.compute_ff_tokens()[:most]
+
+    def _read(self, seq: Sequence) -> None:
+        """The tokens that are new, or all of the output after an interruption."""
+        num_read, self.num_read = self.num_read, None
+        if num_read is None:
+            self.matcher, num_read = self.compiled.deep_copy(), seq.num_prompt_tokens
+        if num_read < len(seq.token_ids):
+            self.matcher.consume_tokens(seq.token_ids[num_read:])
+        self.num_read = len(seq.token_ids)
+
+    def _mask_here(self, num_tokens: int) -> np.ndarray:
+        """A matcher that has failed allows END alone. The text ends there, a warning says why, and
+        its `finish_reason` is "length". (It fails where a grammar is so ambiguous that the
+        library's limits are met, or where it leads into a place that it can't leave.)"""
+        every = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        if num_tokens <= self.failed_at:
+            self.failed_at = -1  # that was behind a wrong draft
+        if self.matcher.is_error():
+            self.failed_at = num_tokens
+            warnings.warn("structured_outputs: a text ends early, because llguidance gave up: "
+                          + self.matcher.get_error().partition("\n")[0], stacklevel=2)
+        vocab_size, (byte, bit) = self.made_by.vocab_size, divmod(self.made_by.end_id, 8)
+        mask = every[:-(-vocab_size // 8)].copy()
+        may_end = every[byte] >> bit & 1
+        if byte < len(mask):  # in a padded vocabulary END's place is one of the model's, too
+            mask[byte] &= 255 - (1 << bit)
+        mask[-1] &= 255 >> -vocab_size % 8  # 260 tokens: of the last 8 bits only 4 are theirs
+        if may_end:
+            for token_id in self.end_ids:
+                mask[token_id // 8] |= 1 << token_id % 8
+        return mask
+
+
+def _narrow(mask: np.ndarray, allowed: np.ndarray, banned: list[int]) -> np.ndarray:
+    """The same with other constraints as well, unless they would leave nothing."""
+    bits = np.unpackbits(mask, bitorder="little")
+    kept = np.zeros_like(bits) if len(allowed) else bits.copy()
+    kept[allowed] = bits[allowed]
+    kept[banned] = 0
+    return np.packbits(kept, bitorder="little") if kept.any() else mask
+
+
+# ------------------------------------------------------------- beside the engine
+
+
+class StructuredOutput(Extra):
+    """Compiles what requests ask for, keeps each sequence's grammar until it ends, and proposes
+    tokens that a grammar forces as drafts.
+
+    Drafts need buffers and rows of logits, which an engine has for `max_num_seqs` samples a step
+    and for its drafter's drafts. So forced tokens use what the running sequences leave free: with
+    `max_num_seqs` running there are none, but such a step is well used without them.
+    """
+
+    takes = ("structured_outputs",)
+
+    def __init__(self):
+        self.constraints: dict[Sequence, Grammar] = {}  # which rank 0's sampler reads, too
+        self.compiled: WeakKeyDictionary[Request, Grammar] = WeakKeyDictionary()  # of new requests
+        self.grammars: Grammars | None = None  # made for the first request of this kind
+        self.step = self.num_free = -1
+
+    def prepare(self, plan: Plan) -> Plan:
+        self.tokenizer, self.vocab_size = plan.tokenizer, plan.model_config.vocab_size
+        return replace(plan, parts=replace(plan.parts, constraints=self.constraints))
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.num_drafts = engine.config.num_drafts
+        self.engine = weakref.proxy(engine)  # which holds this object
+        self.forced = Forced(self)
+
+    def check(self, request: Request) -> None:
+        """Compile what the request asks for. Raises `ValueError` for what is not supported."""
+        params = request.params
+        if params.structured_outputs is None:
+            return
+        if self.grammars is None:
+            self.grammars = Grammars(self.tokenizer, self.vocab_size)
+        self.compiled[request] = self.grammars.compile(
+            params.structured_outputs, request.eos_ids.union(params.stop_token_ids))
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
+        grammar = self.compiled.pop(self.engine.requests[sequences[0].request.request_id], None)
+        if grammar is not None:
+            if not self.constraints:  # ahead of a drafter, whose tokens are only guesses
+                self.engine.add(self.forced, first=True)
+            self.constraints.update({seq: grammar.fresh() for seq in sequences})
+
+    def gave_up(self, seq: Sequence) -> bool:
+        """Whether the last token came because the parser had failed: the text is not whole."""
+        grammar = self.constraints.get(seq)
+        return grammar is not None and grammar.failed_at == len(seq.token_ids) - 1
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            if self.constraints.pop(seq, None) is not None and not self.constraints:
+                self.engine.remove(self.forced)
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """Up to `most` tokens that have to follow, none where there is a choice."""
+        scheduler, grammar = self.engine.scheduler, self.constraints.get(seq)
+        if self.step != scheduler.num_steps:
+            self.step = scheduler.num_steps
+            self.num_free = scheduler.max_num_seqs - len(scheduler.running)
+        limit = min(most, self.num_drafts or self.num_free)
+        if grammar is None or limit <= 0:
+            return []
+        drafts = grammar.forced(seq, limit)
+        self.num_free -= len(drafts)
+        return drafts
+
+
+class Forced(Extra):
+    """Among an engine's extras while some sequence has a grammar: without one no row is asked."""
+
+    def __init__(self, grammars: StructuredOutput):
+        self.grammars = weakref.proxy(grammars)
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        return self.grammars.propose(seq, most)

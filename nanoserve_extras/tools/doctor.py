@@ -1,0 +1,210 @@
+"""What this machine has, what works on it, and how fast: a table to paste into a report.
+
+    nanoserve doctor                  with the bundled model's shapes
+    nanoserve doctor Qwen/Qwen3-0.6B  or those of another; nothing but its config.json is read
+
+    machine      GPU, driver, CUDA of torch; compiler and headers; memory; features of the CPU
+    functions    each of the namespace that an engine would take, beside `ops`: device/trial.py
+    times        bytes that are read a second, and their share of this machine's own copy
+    ranks        on several GPUs one all_reduce for each pair
+
+The status is 0 if all that an engine would run here is right, else 1. Not known here: text, and
+speed of a whole model (`nanoserve verify` and `python -m benchmarks.gpu --quick`).
+"""
+
+import argparse
+import itertools
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from nanoserve.checkpoint.hub import find_model
+from nanoserve.config import EngineConfig
+from nanoserve.device import build, trial
+from nanoserve.device.choice import fit_to_device, namespace, pick_device, why_unusable
+from nanoserve.device.memory import current, free_cpu_memory
+from nanoserve.frontend.defaults import resolve
+from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.parallel.ranks import Ranks
+from nanoserve_extras import read_model
+from nanoserve_extras.quantization.int4_linear import GROUP, round_groups
+from nanoserve_extras.quantization.quantization import small_kinds
+from nanoserve_extras.quantization.quantized_linear import Rows
+
+Row = tuple[str, str, str]  # what, what came out, a remark
+GB, MB = 2 ** 30, 2 ** 20
+FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd",
+            "bf16", "sve"}  # those that matrices are multiplied with
+# Two ranks' start, which compares collectives. In a process: what hangs there can be ended.
+PAIR = ("from nanoserve.parallel.processes import start_ranks; "
+        "start_ranks(2, 'cuda', 'nanoserve_extras.tools.doctor:leave', None).close(); "
+        "print('right')")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nanoserve doctor", description=__doc__.split("\n")[0])
+    parser.add_argument("model", nargs="?", default=str(BUNDLED_MODEL))
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args(argv)
+    try:
+        asked = EngineConfig(model=args.model, device=args.device)
+        folder = find_model(args.model, weights=False, code=False, revision=None)
+        asked, model, _ = read_model(asked, folder)
+        config = resolve(asked, pick_device(asked.device), model)
+        config, said = fit_to_device(config, asked)
+    except ValueError as error:
+        print(f"nanoserve doctor: {error}", file=sys.stderr)
+        return 1
+    rows = machine(config) + [("falls back", sentence, "slower") for sentence in said]
+    device, twin = torch.device(config.device), namespace(config.kernels)
+    with current(device):
+        shapes = trial.Shapes.of(config, model)
+        for part, given in ((functions, twin), (small, small_kinds(config.kernels)), (times, twin)):
+            try:
+                rows += part(given, shapes, device)
+            except Exception as error:  # memory ran out, or a kernel has broken the device
+                rows.append((part.__name__, f"{type(error).__name__}: {error!s:.150}", "WRONG"))
+    rows += pairs(torch.cuda.device_count())
+    about = f"{Path(args.model).name}, {config.dtype}, kernels={config.kernels!r}"
+    for row in [(about, "", ""), ("---",) * 3, *rows]:
+        print("| " + " | ".join(text.replace("|", "/").replace("\n", " ") for text in row) + " |")
+    return int(any(verdict == "WRONG" for *_, verdict in rows))
+
+
+def machine(config: EngineConfig) -> list[Row]:
+    """What is there, and what should be. Rows of a table: name, value, remark."""
+    cuda, include = torch.version.cuda, Path(sysconfig.get_path("include"), "Python.h")
+    wsl = " (WSL)" if "microsoft" in platform.release().lower() else ""
+    info = Path("/proc/cpuinfo")
+    features = set(info.read_text().split() if info.exists() else ()) & FEATURES
+    rows = [("system", f"{platform.system()} {platform.release()}{wsl}, Python "
+             f"{platform.python_version()}", ""),
+            ("torch", f"{torch.__version__}, CUDA {cuda}, {torch.get_num_threads()} threads", ""),
+            ("CPU", f"{platform.machine()}, {os.cpu_count()} cores, "
+             f"{' '.join(sorted(features))}", "")]
+    try:
+        compiler = build.run([*build.find_compiler(), "--version"]).splitlines()[0]
+        rows.append(("C++ compiler", compiler, ""))
+    except build.BuildError as error:
+        rows.append(("C++ compiler", str(error), "missing"))
+    if config.on_gpu:
+        rows.append(("Python.h", str(include), "" if include.exists() else
+                     "missing: apt install python3-dev"))
+    reason = why_unusable("auto")
+    if reason:
+        rows.append(("GPU", reason, "unused"))
+    for number in range(torch.cuda.device_count() if reason is None else 0):
+        major, minor = torch.cuda.get_device_capability(number)
+        free, total = torch.cuda.mem_get_info(number)
+        rows.append((f"cuda:{number}", f"{torch.cuda.get_device_name(number)}, {major}.{minor}, "
+                     f"{free / GB:.1f} of {total / GB:.1f} GB free", ""))
+    for query in ("--query-gpu=driver_version", "--query-compute-apps=pid,name,used_memory"):
+        if shutil.which("nvidia-smi") and (found := printed(
+                ["nvidia-smi", query, "--format=csv,noheader"])):
+            rows.append((query.partition("=")[2], found, ""))
+    rows.append(("memory", f"{free_cpu_memory() / GB:.1f} GB free", ""))
+    if Path("/dev/shm").exists():
+        rows.append(("/dev/shm", f"{shutil.disk_usage('/dev/shm').free / GB:.2f} GB free", ""))
+    kept = build.cache_folder()
+    return [*rows, ("cache folder", str(kept), "" if kept else "nothing is kept between starts")]
+
+
+def printed(command: list[str], seconds: float = 20, **environment: str) -> str:
+    """What a command prints, or why it prints nothing."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds,
+                              env=os.environ | environment)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stdout if done.returncode == 0 else done.stderr[-300:]).strip()
+
+
+def functions(twin, shapes: trial.Shapes, device: torch.device) -> list[Row]:
+    """The model's own kinds, then those that other models have."""
+    found: dict[str, tuple[float, str]] = {}
+    for one in (shapes, shapes._replace(is_small=True, windows=(None, 100), num_experts=8,
+                                        softcap=30.0, activation="gelu_tanh")):
+        for name, outcome in trial.trials(twin, one, device).items():
+            found[name] = max(found.get(name, outcome), outcome, key=lambda x: (bool(x[1]), x[0]))
+    return verdicts(found)
+
+
+def verdicts(found: dict[str, tuple[float, str]]) -> list[Row]:
+    return [(name, error or f"relative error {apart:.1e}", "WRONG" if error else "")
+            for name, (apart, error) in found.items()]
+
+
+def small(kinds: tuple[type, type], shapes: trial.Shapes, device: torch.device) -> list[Row]:
+    """Products with weights of 8 and of 4 bits, beside the same weights widened."""
+    size, found = (136, 256), {}
+    weight, x = (trial.numbers(shapes, device, rows, 256) for rows in (136, 9))
+    for name, kind, wide in zip(("int8", "int4"), kinds, (
+            Rows.of(weight).rows(slice(None)), round_groups(weight)[:]), strict=True):
+        apart, error = float("inf"), ""
+        try:
+            packed = kind.of(weight) if name == "int8" else kind.of(
+                size, GROUP, lambda some: round_groups(weight[some]), device)
+            expected = x.double() @ wide.double().T
+            apart = float((packed.linear(x, None) - expected).norm() / expected.norm())
+            if not apart <= max(trial.TOLERANCE[shapes.dtype], 1e-4):  # a CPU rounds x to 16 bits
+                error = f"{name} is wrong (relative error {apart:.1e})"
+        except Exception as raised:  # a compiler's or Triton's
+            error = f"{name} fails ({type(raised).__name__}: {str(raised):.150})"
+        found[name] = apart, error
+    return verdicts(found)
+
+
+def times(twin, shapes: trial.Shapes, device: torch.device) -> list[Row]:
+    """One row's product, which reads its weight, beside a copy, which reads and writes; and the
+    flops of many rows'."""
+    size = GB if device.type == "cuda" else 256 * MB
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * size / seconds(lambda: target.copy_(source), device)
+    outputs = size // 4 // (shapes.hidden_size * shapes.dtype.itemsize)
+    packed = [twin.pack(trial.numbers(shapes, device, outputs, shapes.hidden_size)) for _ in "abc"]
+    x = trial.numbers(shapes, device, 1, shapes.hidden_size)
+    read = 3 * outputs * shapes.hidden_size * shapes.dtype.itemsize / seconds(
+        lambda: [twin.linear(x, one) for one in packed], device)
+    many = trial.numbers(shapes, device, 512, shapes.hidden_size)
+    flops = 2 * many.numel() * outputs / seconds(lambda: twin.linear(many, packed[0]), device)
+    return [("copy", f"{copy / 1e9:.1f} GB/s", ""),
+            ("one row's product", f"{read / 1e9:.1f} GB/s, {read / copy:.0%} of the copy's", ""),
+            ("512 rows' product", f"{flops / 1e9:,.0f} GFLOP/s", "")]
+
+
+def seconds(call: Callable, device: torch.device) -> float:
+    """The best of five."""
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def pairs(count: int) -> list[Row]:
+    """One start for each two of so many GPUs, by the names that this process knows them by."""
+    rows, names = [], os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = names if len(names) >= count else [str(number) for number in range(count)]
+    for a, b in itertools.combinations(range(count), 2):
+        told = printed([sys.executable, "-c", PAIR], 60,
+                       CUDA_VISIBLE_DEVICES=f"{names[a]},{names[b]}")
+        is_right = "right" in told.splitlines()  # NCCL may print lines of its own
+        rows.append((f"all_reduce of {a} and {b}", "right" if is_right else told,
+                     "" if is_right else "WRONG"))
+    return rows
+
+
+def leave(ranks: Ranks, payload: None) -> None:
+    """What the second rank of a pair does."""

@@ -1,0 +1,122 @@
+"""Why a sequence waits: a sentence for each that gets no tokens in a step.
+
+    A is computed, B begins with the same blocks, C is longer than what the budget leaves, D is last
+
+    B waits for blocks that A is computing
+    C needs 14 tokens at once, 2 of the budget are left: it may overtake B only whole
+    D stands behind C
+
+The scheduler notes in the step who sat out for whose blocks, who was preempted for whom, and at
+which sequence it stopped for lack of what (`Step.sitting_out`, `Step.preempted`, `Step.stopped`).
+Here the notes become sentences. One waiting sequence is *next in line* and has a reason of its own;
+all that stand behind it wait for that alone.
+
+Invariant: each sequence that is known to the scheduler and has no share of the step gets exactly
+one reason here, or stands behind the next in line. Asking changes nothing, and costs O(running)
+however long the queue is. Known limit: drafts take budget and blocks that are left at the end of
+`schedule()`, so with drafts a sentence may name fewer free blocks than there were. Not known here:
+pages, tables, torch. Road not taken: sentences made by the scheduler, in its hot path.
+"""
+
+from dataclasses import dataclass, field
+
+from nanoserve.frontend.metrics import many
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import Sequence, Step
+
+
+@dataclass
+class Waits:
+    """Sequences that wait in a step. of: what follows a sequence's name in a sentence about it.
+    next_in_line: waiting sequences not in `of` stand behind this one (None: there are none)."""
+
+    of: dict[Sequence, str] = field(default_factory=dict)
+    next_in_line: Sequence | None = None
+
+
+def explain(scheduler: Scheduler, step: Step) -> Waits:
+    """Ask this between `schedule()`, which made the step, and whatever changes the state next."""
+    waits = Waits()
+    if len(step.num_new_tokens) < len(scheduler.running):
+        _explain_running(scheduler, step, waits.of)
+    for seq, owner in step.sitting_out.items():
+        waits.of[seq] = ("waits for blocks that are being read from the folder" if owner is seq else
+                         f"waits for blocks that {owner.name} is computing")
+    line = scheduler.waiting[len(step.sitting_out):]
+    if line:
+        waits.next_in_line = line[0]
+        waits.of[line[0]] = _of_next_in_line(scheduler, step, line[0])
+    return waits
+
+
+def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, str]) -> None:
+    """Up to the one at which the step stopped only a step in flight can hold a sequence up, or an
+    extra (`Scheduler.cuts`)."""
+    stopped, lacks, _ = step.stopped or (None, "", 0)
+    reason = ""
+    for seq in scheduler.running:
+        if seq in step.num_new_tokens:
+            continue
+        if seq is stopped:
+            reasons[seq] = _of_stopped(scheduler, step)
+            reason = reasons[seq] if lacks == "budget" else f"stands behind {seq.name}"
+        else:
+            reasons[seq] = reason or (
+                "waits for its token of a step in flight" if seq.num_inflight_tokens
+                else _of_cut(seq))
+
+
+def _of_next_in_line(scheduler: Scheduler, step: Step, seq: Sequence) -> str:
+    """In an order that names what lasts longest first."""
+    stopped, lacks, _ = step.stopped or (None, "", 0)
+    kept = len(step.sitting_out)
+    if seq in step.preempted:
+        return lost_blocks(seq, step.preempted[seq])
+    if step.preempted:
+        victim, taker = list(step.preempted.items())[-1]
+        return f"waits: blocks ran out, {victim.name} {lost_blocks(victim, taker)}"
+    if lacks == "step":
+        return f"waits for {stopped.name} to make way"
+    if lacks == "blocks" and stopped is not seq:
+        return f"waits: blocks ran out for {stopped.name}"
+    if kept >= len(scheduler.free_rows):
+        return f"has no seat: max_num_seqs={scheduler.max_num_seqs}" + (
+            f", {kept} of them kept for those that sit out" if kept else "")
+    return _of_stopped(scheduler, step)
+
+
+def _of_stopped(scheduler: Scheduler, step: Step) -> str:
+    """What the sequence lacks at which the step stopped; of the budget, if it didn't stop early."""
+    seq, lacks, needed = step.stopped or (None, "budget", 0)
+    if lacks == "cut":
+        return _of_cut(seq)
+    if lacks == "step":
+        return f"makes way for {scheduler.waiting[0].name} when its own step ends"
+    if lacks == "budget":
+        return f"gets no tokens: the budget of {scheduler.max_num_batched_tokens:,} is used up"
+    if lacks == "tokens":
+        first = next(iter(step.sitting_out), None)
+        budget = step.budget + sum(map(len, step.drafts.values()))
+        return f"needs {many(needed, 'token')} at once, {budget} of the budget are left: " + (
+            f"it may overtake {first.name} only whole" if first else "enable_chunked_prefill=False")
+    free = scheduler.blocks.num_free_blocks
+    reason = f"needs {many(needed, 'block')}, {free:,} {'is' if free == 1 else 'are'} free"
+    if seq.row < 0:
+        return reason
+    # The last in the order would give its own up, but a step in flight still writes to them.
+    victim = scheduler.running[-1]
+    whose = "its own step" if victim is seq else f"the step of {victim.name}"
+    return f"{reason} until {whose} ends"
+
+
+def _of_cut(seq: Sequence) -> str:
+    """An extra left it none of its tokens."""
+    return "waits for the next step: " + (
+        "this one encodes enough images of others" if seq.request.contents
+        else "several are in flight, each with a part of all")
+
+
+def lost_blocks(victim: Sequence, taker: Sequence) -> str:
+    """Who was preempted for whom. The last in the order has nobody to preempt but itself."""
+    return "was preempted: it needs a block, and nobody stands behind it" if victim is taker else (
+        f"was preempted for {taker.name}")

@@ -1,0 +1,401 @@
+"""The step trace: what the scheduler and the cache did, recorded step by step, in one file to open.
+
+`LLM(trace="run.html")` adds a `Trace` to the engine's extras: it is told what was added,
+scheduled, updated and ended, and changes nothing. From its stream of frames it writes a page that
+any browser opens without a network (`trace.html` is its template), or Chrome trace JSON, which
+ui.perfetto.dev opens. A frame is a step, with all that has happened since the step before:
+
+    i, t, d   the step, from 0; when it was scheduled, and how long it took (µs; -1: never finished)
+    q         requests that arrived          f   that ended: request, reason, output tokens
+    h         prefix hits: request, tokens   p   preempted: request, and for which one
+    l         of those, what the store behind the cache brought: request, tokens
+    w         why requests wait: request, what follows its name in a sentence (see reasons.py)
+    n         the request that is next in line: waiting requests not in w stand behind it
+    x         rows: request, first position, tokens, 1 if a token is sampled
+    c         requests that no longer cruise
+    g         blocks given back: request, how many leading ones (-1: all)
+    b         blocks taken: one list for each request, [request, block, block, ...]
+    s         when stages computed: which one, from when to when (µs; layer_plan/layer_plan.py)
+    k, e      blocks that became findable in the prefix cache; that are findable no more
+    v         tokens in the encoder cache from here on, images encoded (multimodal/multimodal.py)
+
+The stream is small because decoding is not listed: a request that decodes *cruises*, which means
+one token a step, at the next position, until `c` or `x` says otherwise. So 2,000 steps of 256
+requests are half a million rows, and a file of about a megabyte.
+
+Invariant: replaying g, b, k and e gives the block manager's own reference counts and cache after
+every `schedule()` (the tests replay them with a ledger of their own). Only changes are looked at,
+and the reasons of waiting requests: a step costs O(running + its new blocks + those of the next in
+line), never O(blocks) or O(waiting). Known limit: the trace grows with the run, so it stops after
+`MAX_STEPS` steps, and says so. Not known here: torch, the browser.
+"""
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanoserve.extra import Extra
+from nanoserve.frontend.metrics import say
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.rules import private
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve_extras.trace.reasons import explain
+
+MAX_STEPS = 20_000
+TEMPLATE = Path(__file__).parent / "trace.html"
+PROMPT_PREVIEW = 120  # characters
+NO_ROW = -1
+
+
+class Recorder(Extra):
+    """What `LLM(trace=...)` adds. The trace is written whenever no request is left, and also after
+    an error, Ctrl-C or the script's end."""
+
+    def attach(self, engine) -> None:
+        config = engine.config
+        self.trace = Trace(config.trace, engine.scheduler, Path(config.model).name, say,
+                           eyes=eyes_of(engine))
+        engine.add(self.trace)
+        weakref.finalize(engine, self.trace.close)
+
+    def idle(self) -> None:
+        self.trace.write()
+
+    def close(self) -> None:
+        self.trace.close()
+
+
+def eyes_of(engine):
+    """The encoder cache of an engine that sees."""
+    return next((extra.eyes for extra in engine.extras if hasattr(extra, "eyes")), None)
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """What the trace has told about a sequence so far."""
+
+    number: int
+    table: list[int] = field(default_factory=list)  # the sequence's own list: told by identity
+    num_seen: int = 0  # its blocks that were told
+    num_released: int = 0
+    num_committed: int = 0  # blocks looked at for the prefix cache
+    next_start: int = NO_ROW  # where a cruising sequence goes on
+
+
+class Trace(Extra):
+    """Records one scheduler. path: ends in .html or .json. say: gets a line for each file
+    written. clock: seconds; note: what a reader should know about that clock. eyes: an encoder
+    cache, which tells its `budget`, `num_tokens` and `num_runs`."""
+
+    def __init__(self, path: str, scheduler: Scheduler, title: str, say: Callable[[str], None],
+                 clock: Callable[[], float] = time.perf_counter, note: str = "", eyes=None):
+        self.path, self.say, self.clock, self.eyes = Path(path).absolute(), say, clock, eyes
+        self.seen = (0, 0) if eyes is None else (0, eyes.num_runs)  # tokens, runs of the tower
+        self.scheduler, self.blocks = scheduler, scheduler.blocks
+        blocks = self.blocks
+        self.start, self.first = clock(), scheduler.num_steps  # what came before has no frame
+        self.frames: list[dict] = []
+        self.frame: dict[str, list] = {}  # what has happened since the last frame
+        self.findable: dict[int, bool] = {}  # blocks whose place in the cache changed since then
+        self.lanes: dict[Sequence, Lane] = {}  # of all that have not ended
+        self.requests: list[list] = []
+        self.frame_of: dict[int, dict] = {}  # of steps in flight, by their index
+        self.cruising: set[Sequence] = set()
+        self.block_of = {entry.key: entry.block_id for entry in blocks.cached.values()}
+        self.closed, self.is_written = False, False  # the second: nothing is new since `write`
+        self.last_write = (0.0, 0.0)  # when it ended, how long it took
+        self.meta = dict(
+            title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
+            budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs,
+            states=bool(blocks.hooks.usable), lanes=scheduler.steps_at_once,
+            images=0 if eyes is None else eyes.budget)
+
+    # ------------------------------------------------------ what it is told
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
+        if self.closed:
+            return
+        text = str(prompt or "")
+        preview = text if len(text) <= PROMPT_PREVIEW else text[:PROMPT_PREVIEW] + "…"
+        for seq in sequences:
+            self.lanes[seq] = Lane(len(self.requests))
+            self._tell("q", len(self.requests))
+            self.requests.append([seq.name, seq.num_prompt_tokens, self._now(), preview])
+
+    def scheduled(self, step: Step) -> None:
+        """A frame ends here: the page shows the memory as it is while the step runs."""
+        if self.closed or not (step.num_new_tokens or step.preempted):
+            return
+        self._look_at_images()
+        if len(self.frames) >= MAX_STEPS:
+            self._stop(f"only the first {MAX_STEPS:,} steps are recorded")
+            return
+        for seq, taker in step.preempted.items():
+            self._tell("p", self.lanes[seq].number, self.lanes[taker].number)
+            self._look_at_blocks(seq, self.lanes[seq])
+        sampling, admitted = set(step.sampling), set(step.admitted)
+        for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
+            lane = self.lanes[seq]
+            if seq in admitted and start:
+                self._tell("h", lane.number, start)
+            if seq in step.num_loaded:
+                self._tell("l", lane.number, step.num_loaded[seq])
+            samples = seq in sampling
+            if num_new != 1 or start != lane.next_start or not samples:
+                self._tell("x", lane.number, start, num_new, int(samples))
+                if num_new == 1 and samples:
+                    self.cruising.add(seq)
+                else:
+                    self.cruising.discard(seq)
+            lane.next_start = start + 1 if num_new == 1 and samples else NO_ROW
+            if len(seq.block_table) != lane.num_seen or seq.block_table is not lane.table:
+                self._look_at_blocks(seq, lane)
+        for seq in self.cruising - step.num_new_tokens.keys():
+            self._stop_cruising(seq)
+        waits = explain(self.scheduler, step)
+        for seq, reason in waits.of.items():
+            if seq not in step.preempted:  # who was has told so already
+                self._tell("w", self.lanes[seq].number, reason)
+        if waits.next_in_line is not None:
+            self._tell("n", self.lanes[waits.next_in_line].number)
+        self.frame_of[step.index] = self._frame(step.index - self.first, -1)
+        self.frames.append(self.frame_of[step.index])
+        self.frame, self.findable, self.is_written = {}, {}, False
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        frame = self.frame_of.pop(step.index, None)
+        if frame is not None:  # also of a full trace: a step in flight when it filled up
+            frame["d"] = self._now() - frame["t"]
+            at = self.clock() - self.start - time.time()  # of a clock that all ranks have
+            if spans := getattr(step.output, "spans", ()):
+                frame["s"] = [number for stage, *span in spans for number in (
+                    stage, *(round(1e6 * (at + one)) for one in span))]
+        if self.closed or frame is None:
+            return
+        block_size = self.blocks.block_size
+        for seq, num_new in step.num_new_tokens.items():
+            if num_new > 1 or seq in step.num_loaded or seq.num_computed_tokens % block_size == 0:
+                lane = self.lanes.get(seq)
+                if lane is not None:
+                    self._look_at_cache(seq, lane)
+                    if seq.num_released_blocks > lane.num_released:
+                        self._look_at_blocks(seq, lane)
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            lane = self.lanes.get(seq)
+            if lane is not None:
+                self._tell("f", lane.number, seq.finish_reason,
+                           len(seq.token_ids) - seq.num_prompt_tokens)
+                self._look_at_blocks(seq, lane)
+                self._stop_cruising(seq)
+                del self.lanes[seq]
+
+    # ---------------------------------------------- what changed in memory
+
+    def _look_at_blocks(self, seq: Sequence, lane: Lane) -> None:
+        """Tell what the sequence gave back and took. `BlockManager.free` makes a new list for the
+        table, so the list that we kept still says what was in it."""
+        if seq.block_table is not lane.table:
+            if lane.num_seen:
+                self._tell("g", lane.number, -1)
+            lane.table, lane.num_seen = seq.block_table, 0
+            lane.num_released = lane.num_committed = 0
+        if seq.num_released_blocks > lane.num_released:
+            self._tell("g", lane.number, seq.num_released_blocks - lane.num_released)
+            lane.num_released = seq.num_released_blocks
+        new = lane.table[lane.num_seen:]
+        if new:
+            self._tell("b", [lane.number, *new])
+            lane.num_seen += len(new)
+
+    def _look_at_cache(self, seq: Sequence, lane: Lane) -> None:
+        """Tell which of the blocks that are full now can be found (a copy of a cached one can't).
+
+        The kept list is used because a sequence that ended in this step has none any more.
+        """
+        num_full = min(seq.num_computed_tokens // self.blocks.block_size, len(lane.table))
+        for block_id in lane.table[lane.num_committed:num_full]:
+            entry = self.blocks.entry_of[block_id]
+            if entry is not None and self.block_of.get(entry.key) != block_id:
+                self.block_of[entry.key] = block_id
+                self._change(block_id, True)
+        lane.num_committed = max(lane.num_committed, num_full)
+
+    def evicted(self, entry: CacheEntry) -> None:
+        if self.closed:
+            return
+        block_id = self.block_of.pop(entry.key, None)
+        if block_id is not None:
+            self._change(block_id, False)
+
+    def _change(self, block_id: int, findable: bool) -> None:
+        """Twice in one frame is no change: committed, given back and taken by the next one."""
+        if self.findable.pop(block_id, None) is None:
+            self.findable[block_id] = findable
+
+    def _look_at_images(self) -> None:
+        """Tell the last frame what was encoded for its step: that is done once it is launched, and
+        now the next one is scheduled."""
+        if self.eyes is not None and self.frames:
+            tokens, runs = self.eyes.num_tokens, self.eyes.num_runs
+            if (tokens, runs) != self.seen:
+                self.frames[-1]["v"] = [tokens, runs - self.seen[1]]
+                self.seen = tokens, runs
+
+    def _stop_cruising(self, seq: Sequence) -> None:
+        if seq in self.cruising:
+            self.cruising.remove(seq)
+            self.lanes[seq].next_start = NO_ROW
+            self._tell("c", self.lanes[seq].number)
+
+    # ------------------------------------------------------------- the stream
+
+    def _now(self) -> int:
+        return round(1e6 * (self.clock() - self.start))
+
+    def _tell(self, kind: str, *values) -> None:
+        self.frame.setdefault(kind, []).extend(values)
+        self.is_written = False
+
+    def _frame(self, index: int, duration: int) -> dict:
+        """What has happened since the last frame, as one."""
+        changed = {kind: [one for one, is_findable in self.findable.items() if is_findable == says]
+                   for kind, says in (("k", True), ("e", False))}
+        return {"i": index, "t": self._now(), "d": duration} | self.frame | {
+            kind: blocks for kind, blocks in changed.items() if blocks}
+
+    def _stop(self, note: str) -> None:
+        self.meta["note"] = f"{self.meta['note']} {note}".strip()
+        self._finish_recording()
+        self.say(f"trace: {note}")
+
+    def _finish_recording(self) -> None:
+        self.closed = True
+        for state in (self.lanes, self.cruising):
+            state.clear()
+
+    def stream(self) -> dict:
+        """All of it, as it is now. The last frame is no step: it has what happened after it."""
+        self._look_at_images()
+        return dict(meta=dict(self.meta), requests=list(self.requests),
+                    frames=[*self.frames, self._frame(-1, 0)])
+
+    # ------------------------------------------------------------- the files
+
+    def write(self, always: bool = False) -> None:
+        """Write the file, if there is something new and it takes less than a twentieth of the time
+        since it was last written: a script that generates 1,000 times must not spend its time here.
+        `close` always writes."""
+        ended_at, seconds = self.last_write
+        now = time.perf_counter()
+        if self.is_written or (not always and now - ended_at < 20 * seconds):
+            return
+        stream = self.stream()
+        half_done = self.path.with_name(self.path.name + ".part")
+        try:
+            text = page(stream) if self.path.suffix == ".html" else json.dumps(chrome_trace(stream))
+            half_done.unlink(missing_ok=True)  # of a process that died; a link that lies in wait
+            with open(half_done, "x", encoding="utf-8", opener=private) as file:
+                file.write(text)
+            os.replace(half_done, self.path)  # whoever interrupts us leaves the last whole file
+        except OSError as error:  # a full disk must not cost the caller their outputs
+            with suppress(OSError):
+                half_done.unlink()
+            self.say(f"trace: {self.path} can't be written: {error}")
+            return
+        finally:  # what failed took its time as well
+            self.last_write = (time.perf_counter(), time.perf_counter() - now)
+        self.is_written = True
+        how = "open it in a browser" if self.path.suffix == ".html" else "open it in Perfetto"
+        self.say(f"trace: {len(self.frames):,} steps of {len(self.requests):,} requests in "
+                 f"{self.path} ({len(text) / 2 ** 20:.1f} MB): {how}")
+
+    def close(self) -> None:
+        """Write what was not written yet, and record no more. A second call is harmless."""
+        self.write(always=True)
+        self._finish_recording()
+
+
+def page(stream: dict) -> str:
+    """The template with the data in it, as JSON without a `<`: no text can end the script that it
+    stands in, and the page's own script shows text as text only."""
+    data = json.dumps(stream, separators=(",", ":")).replace("<", "\\u003c")
+    before, after = TEMPLATE.read_text(encoding="utf-8").split("/*THE TRACE*/")
+    return before + data + after
+
+
+def rows(frames: list[dict]) -> Iterator[list[tuple[int, int, int, bool]]]:
+    """The rows of each frame, cruising ones spelt out: (request, start, tokens, samples)."""
+    cruising: dict[int, int] = {}  # request -> its next position
+    for frame in frames:
+        ended = cruising if frame["i"] < 0 else frame.get("c", [])
+        found = {request: (start, 1, True) for request, start in cruising.items()
+                 if request not in ended}
+        values = iter(frame.get("x", []))
+        for request, start, n, samples in zip(values, values, values, values, strict=True):
+            found[request] = start, n, bool(samples)
+        cruising = {request: start + 1 for request, (start, n, samples) in found.items()
+                    if n == 1 and samples}
+        yield [(request, *row) for request, row in found.items()]
+
+
+def chrome_trace(stream: dict) -> dict:
+    """The same in the Trace Event Format: a track of steps, a track for each request, counters.
+
+    A run of decoding steps is one slice. With overlap a step starts before the last one has ended;
+    slices of a track must not overlap, so it is drawn from where the last one ends. Where as many
+    steps are in flight as there are stages, there are as many tracks of steps.
+    """
+    events: list[dict] = []
+
+    def tell(ph: str, name: str, pid: int, tid: int, ts: int = 0, **more) -> dict:
+        events.append(dict(ph=ph, name=name, pid=pid, tid=tid, ts=ts, **more))
+        return events[-1]
+
+    for pid, name in ((1, "engine"), (2, "requests"), (3, "stages")):
+        tell("M", "process_name", pid, 0, args={"name": name})
+    for number, (name, num_prompt, _, _) in enumerate(stream["requests"]):
+        tell("M", "thread_name", 2, number, args={"name": f"{name} ({num_prompt} prompt tokens)"})
+    decoding: dict[int, dict] = {}  # request -> its slice that may go on
+    reached = [0] * len(stream["requests"])  # how far it was computed: what is before is repeated
+    prompt = [request[1] for request in stream["requests"]]
+    ends = [0] * stream["meta"]["lanes"]
+    for frame, found in zip(stream["frames"], rows(stream["frames"]), strict=True):
+        step, lane = f"step {frame['i']}", frame["i"] % len(ends)
+        begin, end = (max(t, ends[lane]) for t in (frame["t"], frame["t"] + max(frame["d"], 0)))
+        sums = dict(prefill=0, decode=0, recompute=0)
+        still: dict[int, dict] = {}
+        for request, start, n, _ in found:
+            kind = ("recompute" if start < reached[request] else
+                    "prefill" if start < prompt[request] else "decode")
+            sums[kind] += n
+            # Of a decoding row with drafts only the first token is sure to stay.
+            reached[request] = max(reached[request], start + (1 if kind == "decode" else n))
+            event = decoding.get(request) if kind == "decode" else None
+            if event is None:
+                event = tell("X", kind, 2, request, begin, cat=kind, args=dict(
+                    first_position=start, tokens=0, step=frame["i"]))
+            event["dur"] = end - event["ts"]
+            event["args"]["tokens"] += n
+            if kind == "decode":
+                still[request] = event
+        decoding, ends[lane] = still, end
+        if frame["i"] >= 0:
+            tell("X", step, 1, lane, begin, dur=end - begin, args=dict(tokens=sum(sums.values())))
+        tell("C", "tokens", 1, 0, begin, args=sums)
+        if "v" in frame:
+            tell("C", "encoder cache", 1, 0, begin, args=dict(tokens=frame["v"][0]))
+        for stage, since, until in zip(*[iter(frame.get("s", ()))] * 3, strict=True):
+            tell("X", step, 3, stage, since, dur=until - since)
+        for kind, name in (("h", "prefix hit"), ("l", "loaded from the store"), ("p", "preempted")):
+            for request in frame.get(kind, [])[::2]:
+                tell("i", name, 2, request, begin, s="t")
+    return dict(traceEvents=events, displayTimeUnit="ms", otherData=stream["meta"])

@@ -1,0 +1,366 @@
+"""Watch the scheduler work: the real scheduler and block manager, a fake model, one line a step.
+
+    python -m nanoserve trace
+    python -m nanoserve trace --budget 6 --blocks 12 --request 9:4 --request 20:2
+    python -m nanoserve trace --csv arrivals.csv --blocks 4096 --html run.html
+    python -m nanoserve trace --csv arrivals.csv --blocks 4096 --policy shortest
+    python -m nanoserve trace --compare static
+    python -m nanoserve trace --compare before.html after.html
+
+The decisions are the engine's own; only the tokens are made up, because no decision depends on what
+a token is. It needs neither torch nor a model, so it is the quickest way to see what a change to
+`scheduler.py` or `block_manager.py` does.
+
+Each request is `prompt:output[:shared]` in tokens; requests whose prompts share their first tokens
+can hit each other's blocks. A CSV adds when they arrive, and how urgent they are:
+`seconds,prompt,output[,shared[,priority]]` a line (other columns, as in the header of the first
+line, are passed over). A cell of the table is what a request gets in that step:
+
+    0..8      computes the tokens at positions 0 to 7 of its prompt
+    8..10 →   the rest of the prompt, and samples a token from it
+    10 →      decodes: computes one token, samples the next
+    hit 8     found its first 8 tokens in the prefix cache, or its own after a preemption
+    preempted gave its blocks back, will recompute
+    ·         waits
+
+Below the step stands why: a line for each request that waits or was preempted. With `--compare` two
+runs are told apart instead: what chunks, the prefix cache, continuous batching or a policy bring.
+All figures are counted from the frames (recorder.py); tokens computed again count again.
+
+The clock is simulated: a step takes `--step-ms`, and `--token-us` more for each token in it. That
+is the shape of a real step (weights are read once, arithmetic grows with the tokens), not its size.
+"""
+
+import argparse
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from nanoserve.config import POLICIES, EngineConfig, SamplingParams
+from nanoserve.extra import Extra
+from nanoserve.frontend.command import command
+from nanoserve.frontend.metrics import EngineMetrics, percentile, summary
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import CoreRequest, Sequence, Step
+from nanoserve_extras.trace.reasons import explain, lost_blocks
+from nanoserve_extras.trace.recorder import Trace, rows
+
+DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
+WIDEST_TABLE = 12  # requests; more have no table, only a summary
+VARIANTS: dict[str, dict] = {  # what the second simulation gets
+    "no-chunks": dict(enable_chunked_prefill=False),
+    "no-prefix-cache": dict(enable_prefix_caching=False),
+    "static": dict(static=True),
+    **{policy: dict(policy=policy) for policy in POLICIES}}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="nanoserve trace",
+                                     description=__doc__.split("\n")[0])
+    parser.add_argument("--budget", type=int, default=12, help="tokens a step")
+    parser.add_argument("--blocks", type=int, default=9, help="KV blocks")
+    parser.add_argument("--block-size", type=int, default=4, help="tokens a block")
+    parser.add_argument("--max-num-seqs", type=int, default=4)
+    parser.add_argument("--request", action="append", metavar="PROMPT:OUTPUT[:SHARED]")
+    parser.add_argument("--csv", type=Path,
+                        help="arrivals: seconds, prompt, output[, shared[, priority]]")
+    parser.add_argument("--policy", choices=POLICIES, default="fcfs",
+                        help="who goes first, see Scheduler.order")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds of any step")
+    parser.add_argument("--token-us", type=float, default=20.0, help="microseconds more a token")
+    parser.add_argument("--max-wait", type=float, default=0.0,
+                        help="seconds that the first of an idle engine waits for others")
+    parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
+    parser.add_argument("--json", metavar="FILE", help="write Chrome trace JSON, for Perfetto")
+    parser.add_argument("--compare", nargs="+", metavar="WHAT", help="tell this run apart from one "
+                        f"with {', '.join(VARIANTS)}; or two recorded pages")
+    args = parser.parse_args(argv)
+    try:
+        arrivals = read_csv(args.csv) if args.csv else []
+        arrivals += [parse(text) for text in args.request or ([] if args.csv else DEMO)]
+        arrivals.sort(key=lambda arrival: arrival.seconds)  # --request's arrive at 0
+        options = (arrivals, args.budget, args.blocks, args.block_size, args.max_num_seqs,
+                   args.step_ms / 1e3, args.token_us / 1e6, args.max_wait)
+        simulation = Simulation(*options, policy=args.policy)
+        if args.compare:
+            how = VARIANTS.get(" ".join(args.compare))
+            print(tell_apart(*read_pages(args.compare) if how is None else (
+                simulation.stream(),
+                Simulation(*options, **dict(policy=args.policy) | how).stream())))
+            return
+        for path, suffix in ((args.html, ".html"), (args.json, ".json")):
+            if path:
+                simulation.record(str(Path(path).with_suffix(suffix)))
+        shown = table(simulation) if len(arrivals) <= WIDEST_TABLE else simulation.finish()
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(shown or simulation.summary())
+    simulation.close()
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of made-up tokens."""
+
+    num_prompt: int
+    num_output: int
+    num_shared: int = 0  # first tokens that it shares with all others
+    seconds: float = 0.0  # when it arrives
+    priority: int = 0  # lower is served first, under that policy
+
+    def __post_init__(self):
+        if not (self.num_prompt >= 1 and self.num_output >= 1 and 0 <= self.seconds < inf
+                and 0 <= self.num_shared <= self.num_prompt):
+            raise ValueError
+
+
+def parse(request: str) -> Arrival:
+    """ "10:5:8" -> ten prompt tokens, the first eight of them everybody's, five to generate."""
+    try:
+        numbers = [int(number) for number in request.split(":")]
+        if len(numbers) > 3:
+            raise ValueError
+        return Arrival(*numbers)
+    except (ValueError, TypeError):
+        raise ValueError(f"request {request!r} must be PROMPT:OUTPUT[:SHARED], whole numbers of at "
+                         "least 1, SHARED at most PROMPT") from None
+
+
+def read_csv(path: Path) -> list[Arrival]:
+    """Lines of `seconds,prompt,output[,shared[,priority]]`, or a header with these names in any
+    order."""
+    with path.open(newline="", encoding="utf-8-sig") as file:  # Excel writes a BOM
+        lines = [line for line in csv.reader(file) if line]
+    names = ["seconds", "prompt", "output", "shared", "priority"]
+    if lines and lines[0][0].strip()[:1].isalpha():
+        names = [name.strip().lower() for name in lines.pop(0)]
+        if not {"seconds", "prompt", "output"} <= set(names):
+            raise ValueError(f"{path}: the header must name seconds, prompt and output, got "
+                             f"{', '.join(names)}")
+    arrivals = []
+    for number, line in enumerate(lines, 1):
+        try:
+            cells = dict(zip(names, line, strict=False))  # the last ones may be left out
+            arrivals.append(Arrival(
+                int(cells["prompt"]), int(cells["output"]), int(cells.get("shared") or 0),
+                float(cells["seconds"]), int(cells.get("priority") or 0)))
+        except (ValueError, KeyError):
+            raise ValueError(f"{path}, request {number}: {','.join(line)!r} must be "
+                             "seconds,prompt,output[,shared[,priority]]") from None
+    return sorted(arrivals, key=lambda arrival: arrival.seconds)
+
+
+class Simulation:
+    """The real scheduler fed with arrivals; its steps take simulated time.
+
+    Raises `ValueError` for what can't run, at the latest when it arrives.
+    """
+
+    def __init__(self, arrivals: list[Arrival], budget: int, num_blocks: int, block_size: int,
+                 max_num_seqs: int, step_seconds: float = 5e-3, token_seconds: float = 20e-6,
+                 max_wait: float = 0.0, policy: str = "fcfs", static: bool = False, **options):
+        config = EngineConfig(
+            model="fake", max_model_len=num_blocks * block_size, block_size=block_size,
+            max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget),
+            scheduling_policy=policy, **options)
+        longest = max([one.num_prompt + one.num_output for one in arrivals], default=0)
+        if longest > budget and not config.enable_chunked_prefill:
+            raise ValueError(f"no-chunks: raise --budget to {longest}, the longest request")
+        self.max_wait, self.static = max_wait, static  # static: nobody joins a batch that runs
+        self.scheduler = Scheduler(config, num_blocks)
+        self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
+        self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
+        self.stats = [RequestStateStats(arrival_time=arrival.seconds) for arrival in arrivals]
+        self.extras: list[Extra] = []
+        self.add(EngineMetrics(True, config.max_model_len, self.clock, self.clock))
+        self.num_arrived = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def add(self, extra: Extra) -> None:
+        self.extras.append(extra)
+        self.scheduler.hooks.keep(self.extras)
+
+    def record(self, path: str) -> Trace:
+        """Write the steps to a file as well, an engine's page or JSON by its ending. Raises
+        `ValueError` for another ending or a missing folder; what fails in writing is only said."""
+        EngineConfig(model="fake", trace=path)  # raises what an engine would
+        trace = Trace(
+            path, self.scheduler, "simulation", print, self.clock,
+            f"made-up tokens, simulated clock: {1e3 * self.step_seconds:g} ms a step and "
+            f"{1e6 * self.token_seconds:g} µs a token")
+        self.add(trace)
+        return trace
+
+    def stream(self) -> dict:
+        """Runs to the end; what was recorded, with each arrival at its own time."""
+        trace = self.record("compared.html")  # never closed, so this file is never written
+        self.finish()
+        stream = trace.stream()
+        for request, stats in zip(stream["requests"], self.stats, strict=True):
+            request[2] = round(1e6 * stats.arrival_time)
+        return stream
+
+    def _arrive(self) -> None:
+        """Whoever is due; when nobody runs, the clock jumps to the next arrival, and `max_wait` on
+        (a server also begins when a step is full)."""
+        if self.static and self.scheduler.has_unfinished():
+            return
+        if not self.scheduler.has_unfinished() and self.num_arrived < len(self.seqs):
+            self.now = max(self.now, self.stats[self.num_arrived].arrival_time + self.max_wait)
+        while self.num_arrived < len(self.seqs) and (
+                self.stats[self.num_arrived].arrival_time <= self.now) and not (
+                self.static and len(self.scheduler.waiting) == self.scheduler.max_num_seqs):
+            seq, stats = self.seqs[self.num_arrived], self.stats[self.num_arrived]
+            self.scheduler.add(seq)
+            for tell in self.scheduler.hooks.added:
+                tell([seq], stats, None)
+            self.num_arrived += 1
+
+    def steps(self) -> Iterator[Step]:
+        """Runs to the end; yields each step while it is in flight."""
+        hooks = self.scheduler.hooks
+        self._arrive()
+        while self.scheduler.has_unfinished():
+            step = self.scheduler.schedule()
+            for tell in hooks.scheduled:
+                tell(step)
+            yield step
+            self.now += self.step_seconds + self.token_seconds * step.num_tokens
+            # Any token will do, as long as different requests don't look alike by accident.
+            tokens = [1000 + seq.request.arrival for seq in step.sampling]
+            grown = self.scheduler.update(step, tokens)
+            for tell in hooks.updated:
+                tell(step, grown)
+            for tell in hooks.ended:
+                tell([seq for seq in grown if seq.finish_reason is not None])
+            self._arrive()
+
+    def finish(self) -> None:
+        """Run to the end, without a table."""
+        for _ in self.steps():
+            pass
+
+    def summary(self) -> str:
+        """The number of steps, and `generate(summarize=True)`'s line, in simulated seconds; where
+        priorities count, such a line for each."""
+        metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
+        lines = [f"{self.extras[0].num_steps:,} steps, {summary(metrics, self.now)}"]
+        by_priority = self.scheduler.policy == "priority"
+        for priority in sorted({seq.request.priority for seq in self.seqs}) if by_priority else ():
+            some = [one for one, seq in zip(metrics, self.seqs, strict=True)
+                    if seq.request.priority == priority]
+            lines.append(f"priority {priority}: {summary(some, self.now)}")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """The traces' files are complete only after this."""
+        for trace in self.extras[1:]:
+            trace.close()
+
+
+def table(simulation: Simulation) -> str:
+    """Run the requests to their end; a line a step, and below it who waits and why."""
+    seqs, scheduler = simulation.seqs, simulation.scheduler
+    rows = [["step", "tokens", *(seq.request.request_id for seq in seqs), "free blocks"]]
+    reasons: list[list[str]] = [[]]  # of each row
+    for step in simulation.steps():
+        rows.append([str(step.index), f"{step.num_tokens}/{scheduler.max_num_batched_tokens}",
+                     *(_cell(step, seq) for seq in seqs), str(scheduler.blocks.num_free_blocks)])
+        reasons.append(_reasons(scheduler, step, seqs[:simulation.num_arrived]))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row, below in zip(rows, reasons, strict=True):
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+        lines += [" " * (widths[0] + 2) + reason for reason in below]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _reasons(scheduler: Scheduler, step: Step, seqs: list[Sequence]) -> list[str]:
+    """A sentence for each that has no share of the step; those that only stand behind another one
+    share a sentence."""
+    waits = explain(scheduler, step)
+    said = [f"{seq.name} {lost_blocks(seq, taker)}" for seq, taker in step.preempted.items()]
+    idle = [seq for seq in seqs if seq not in step.num_new_tokens and seq not in step.preempted
+            and seq.finish_reason is None]
+    said += [f"{seq.name} {waits.of[seq]}" for seq in idle if seq in waits.of]
+    behind = [seq for seq in idle if seq not in waits.of]
+    if behind:
+        said.append(f"{', '.join(seq.name for seq in behind)} "
+                    f"stand{'s' if len(behind) == 1 else ''} behind {waits.next_in_line.name}")
+    return said
+
+
+def _make_sequence(i: int, arrival: Arrival) -> Sequence:
+    """The 27th request is called A1: letters read better than numbers beside so many numbers."""
+    shared = range(arrival.num_shared)
+    own = range(arrival.num_prompt - arrival.num_shared)
+    tokens = [*shared, *(100 * (i + 1) + n for n in own)]
+    params = SamplingParams(temperature=0, max_tokens=arrival.num_output)
+    core = CoreRequest(f"{chr(ord('A') + i % 26)}{i // 26 or ''}", params, i, arrival.priority,
+                       arrival.seconds, max_num_tokens=arrival.num_prompt + arrival.num_output)
+    return Sequence(core, tokens)
+
+
+def _cell(step: Step, seq: Sequence) -> str:
+    """What a request gets in a step, as the module's docstring shows it."""
+    if seq in step.preempted:
+        return "preempted"
+    if seq not in step.num_new_tokens:
+        return "·" if seq.finish_reason is None else ""
+    index = list(step.num_new_tokens).index(seq)
+    start, n = step.starts[index], step.num_new_tokens[seq]
+    text = f"{start}" if n == 1 else f"{start}..{start + n}"
+    hit = f"hit {start}, " if start and seq in step.admitted else ""
+    return hit + text + (" →" if seq in step.sampling else "")
+
+
+# ---------------------------------------------------------- two runs told apart
+
+
+def read_pages(paths: list[str]) -> list[dict]:
+    """The streams of two recorded pages. Raises `ValueError` for anything else."""
+    texts = [Path(path).read_text("utf-8") for path in paths if Path(path).is_file()]
+    found = [text.partition('type="application/json">')[2] for text in texts]
+    if len(paths) != 2 or len(list(filter(None, found))) != 2:
+        raise ValueError(f"--compare {' '.join(paths)}: name one of {', '.join(VARIANTS)}; or two "
+                         "pages of runs, as LLM(trace='run.html') writes them")
+    return [json.loads(text.partition("</script>")[0]) for text in found]
+
+
+def tell_apart(one: dict, other: dict) -> str:
+    """A line for each figure of two streams."""
+    lines = []
+    for (what, a), b in zip(figures(one).items(), figures(other).values(), strict=True):
+        how = ("the same" if a == b else f"{b / a:.1f} times as much" if b >= 2 * a > 0 else
+               f"{abs(b / a - 1):.1%} {'more' if b > a else 'less'}" if a else "more")
+        lines.append(f"{what}: {a:,} and {b:,}, {how}")
+    return "\n".join(lines)
+
+
+def figures(stream: dict) -> dict[str, float]:
+    """What is compared, by the name that a reader sees."""
+    requests, frames, waited = stream["requests"], stream["frames"], {}
+    steps = [(frame, found) for frame, found in zip(frames, rows(frames), strict=True) if found]
+    for frame, found in steps:
+        for request, *_, samples in found:
+            if samples:  # its first token; in ms
+                waited.setdefault(
+                    request, (frame["t"] + frame["d"] - requests[request][2]) / 1e3)
+    ordered = sorted(waited.values()) or [0.0]
+    return {"steps": len(steps),
+            "tokens computed": sum(n for _, found in steps for _, _, n, _ in found),
+            "preemptions": sum(len(frame.get("p", [])) // 2 for frame in frames),
+            "ms to a first token, mean": round(sum(ordered) / len(ordered), 1),
+            "ms to a first token, p99": round(percentile(ordered, 99), 1),
+            "ms until all was done": round(frames[-1]["t"] / 1e3, 1)}
+
+
+if __name__ == "__main__":
+    with command():
+        main()

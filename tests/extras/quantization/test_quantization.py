@@ -1,0 +1,260 @@
+"""Quantised checkpoints: what the files mean, that each part comes once, and what is refused.
+
+The oracle is packing.py, which packs by the formats' descriptions and says number by number what
+comes out. In float32 the text of a quantised checkpoint is that of its dense twin, token for token.
+"""
+
+import json
+
+import pytest
+import torch
+from loading import greedy, stored_tensors
+from packing import (
+    FORMATS,
+    SMALL,
+    Packed,
+    awq,
+    compressed,
+    fp8,
+    gptq,
+    int_rows,
+    pack,
+    text_of,
+    write,
+)
+from safetensors.torch import save_file
+
+from nanoserve import LLM
+from nanoserve_extras.drafts.speculative import Speculation
+from nanoserve_extras.quantization.quantization import assemble, read_format
+
+
+def read(one: Packed, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What becomes of a matrix called `layer`, and of other tensors."""
+    names = {f"layer.{part}": tensor for part, tensor in one.tensors.items()} | others
+    found = [(name, tensor) for _, name, tensor in assemble(
+        iter(("a file", name, tensor) for name, tensor in names.items()), one.entry)]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+# -------------------------------------------------------------------- what they mean
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(96, 64), (40, 88)], ids=str)
+def test_a_matrix_is_what_its_parts_mean(name, shape):
+    """The second shape has inputs that no group of 16 divides, where the format allows it."""
+    one = FORMATS[name](*shape, 5)
+    plain = torch.randn(4, dtype=torch.bfloat16)
+    found = read(one, **{"norm.weight": plain, "layer.bias": plain})
+    assert torch.equal(found.pop("layer.weight"), one.dense)
+    assert set(found) == {"norm.weight", "layer.bias"} and found["norm.weight"] is plain
+
+
+def test_the_numbers_of_a_word_by_hand():
+    """0x76543210 holds 0, 1 ... 7; compressed-tensors takes 8 off, GPTQ a zero point of 7 + 1."""
+    word = torch.tensor([[0x76543210]], dtype=torch.int32)
+    one = torch.ones(1, 1)
+    entry = pack(1, 8, 0, size=None).entry
+    parts = dict(weight_packed=word, weight_scale=one, weight_shape=torch.tensor([1, 8]))
+    assert read(Packed(entry, parts, one))["layer.weight"].tolist() == [[*range(-8, 0)]]
+    entry = gptq(1, 8, 0).entry
+    parts = dict(qweight=word, qzeros=torch.tensor([[7]], dtype=torch.int32), scales=one,
+                 g_idx=torch.zeros(8, dtype=torch.int32))
+    assert read(Packed(entry, parts, one))["layer.weight"].tolist() == [[*range(-8, 0)]]
+
+
+def test_a_high_bit_is_no_sign():
+    """Words are signed in the files: the highest of eight numbers came out negative."""
+    word = torch.tensor([[-1]], dtype=torch.int32)  # eight times 15
+    parts = dict(weight_packed=word, weight_scale=torch.ones(1, 1),
+                 weight_shape=torch.tensor([1, 8]))
+    found = read(Packed(pack(1, 8, 0, size=None).entry, parts, word))
+    assert found["layer.weight"].tolist() == [[7.0] * 8]
+
+
+# ---------------------------------------------------------------------- whole engines
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks", "int-quantized, zeros", "pack-quantized, zeros",
+                                  "gptq, act-order", "awq"])
+def test_the_text_is_that_of_the_dequantised_weights(name, checkpoints, tmp_path, capfd):
+    """Token for token in float32. The parts of a matrix may lie in different files."""
+    quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS[name],
+                             shards=2 if name == "awq" else 1)
+    expected = text_of(dense)
+    capfd.readouterr()
+    with LLM(quantized, **SMALL) as llm:
+        assert greedy(llm, 16) == expected
+        assert llm.config.quantization == "dequantize"
+    assert "float32, quantization='dequantize'" in capfd.readouterr().err
+
+
+def test_ranks_assemble_their_shares(checkpoints, tmp_path, ranks_in_threads):
+    """A share need not end where a block or a group ends: whole matrices are assembled."""
+    quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["pack-quantized, zeros"])
+
+    expected = text_of(dense)
+    assert text_of(quantized, tensor_parallel_size=2) == expected
+
+
+def test_a_draft_model_may_be_quantised(checkpoints, tmp_path):
+    """Its own config.json says so; the model that it drafts for is plain."""
+    quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["int-quantized"])
+    drafts = dict(method="draft_model", num_speculative_tokens=2, model=str(quantized))
+    with pytest.raises(ValueError, match="is quantised: set quantization='dequantize'"):
+        LLM(dense, **SMALL, speculative_config=drafts)
+    with LLM(dense, **SMALL, speculative_config=drafts, quantization="dequantize") as llm:
+        drafted = greedy(llm, 16)
+        assert llm.extra(Speculation).counts()[0]
+    assert text_of(dense) == drafted
+
+
+# ------------------------------------------------------------------- each part once
+
+
+@pytest.fixture
+def broken(checkpoints, tmp_path):
+    """A quantised checkpoint whose tensors are changed."""
+    def make(change, name="int-quantized"):
+        quantized, _ = write(checkpoints["qwen3"], tmp_path, FORMATS[name])
+        tensors = stored_tensors(quantized)
+        save_file(change(tensors), quantized / "model.safetensors", {"format": "pt"})
+        return quantized
+
+    return make
+
+
+SCALE = "model.layers.1.mlp.up_proj.weight_scale"
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda t: {k: v for k, v in t.items() if k != SCALE},
+     "layers.1.mlp.up_proj is quantised, but has only weight of weight, weight_scale; 1 such"),
+    (lambda t: t | {SCALE: torch.ones(7, 1)},
+     "up_proj don't fit together.*weight_scale \\(7, 1\\)"),
+    (lambda t: t | {SCALE.replace("scale", "zero_point"): torch.ones(96, 1)},
+     "up_proj.weight_zero_point has no place"),
+    (lambda t: t | {SCALE.replace("weight_scale", "input_scale"): torch.ones(1)},
+     "up_proj.input_scale is a scale of activations"),
+    (lambda t: t | {SCALE.replace("weight_scale", "weight"): torch.ones(90, 64).to(torch.int8),
+                    SCALE: torch.ones(90, 1)},
+     "up_proj.weight does not match config.json: shape \\(90, 64\\)"),
+])
+def test_a_matrix_whose_parts_are_wrong_is_named(broken, change, words):
+    with pytest.raises(ValueError, match=words):
+        LLM(broken(change), **SMALL)
+
+
+def test_a_part_that_comes_twice_is_named():
+    one = int_rows(8, 16, 0)
+    tensors = [("a file", "layer.weight", one.tensors["weight"])] * 2
+    with pytest.raises(ValueError, match="a file: the tensor layer.weight comes twice"):
+        list(assemble(iter(tensors), one.entry))
+
+
+@pytest.mark.parametrize("make, part, change, words", [
+    (awq, "scales", lambda t: t.T.contiguous(), "\\[40, 4\\] blocks"),  # as many, in another order
+    (pack, "weight_scale", lambda t: t.T.contiguous(), "\\(4, 40\\) scales"),
+    (pack, "weight_packed", lambda t: t.short(), "words are torch.int16"),
+    (fp8, "weight_scale_inv", lambda t: torch.full_like(t, 127, dtype=torch.uint8),
+     "scales are torch.uint8"),  # exponents: 127 is 1.0
+    (gptq, "scales", lambda t: t.int(), "scales are torch.int32"),
+    (gptq, "g_idx", lambda t: t - 1, "g_idx names other groups than 0 to 3"),
+    (gptq, "g_idx", lambda t: t[0], "inputs by g_idx"),
+    (gptq, "g_idx", lambda t: t[1:], r"\(63,\) inputs by g_idx for"),
+    (pack, "weight_shape", lambda t: t + 8, "weight_shape says"),
+    (gptq, "qzeros", lambda t: t.T.contiguous(), "zero points"),
+    (pack, "weight_shape", lambda t: t.float(), "weight_shape"),
+], ids=lambda value: getattr(value, "__name__", str(value)))
+def test_parts_of_the_right_size_that_mean_something_else_are_refused(make, part, change, words):
+    """Scales that lie transposed were reshaped, and other integers than words of 32 bits read:
+    a weight of the right shape with wrong numbers."""
+    one = make(40, 64, 0)
+    one.tensors[part] = change(one.tensors[part])
+    with pytest.raises(ValueError, match=f"layer don't fit together.*{words}"):
+        read(one)
+
+
+def test_quantised_experts_are_refused():
+    one = int_rows(8, 16, 0)
+    tensors = [("a file", "layers.0.mlp.experts.3.up_proj.weight", one.tensors["weight"])]
+    with pytest.raises(ValueError, match="experts.3.up_proj.weight: quantised experts are not"):
+        list(assemble(iter(tensors), one.entry))
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def activations(**entries) -> dict:
+    """Activations that are rounded, too."""
+    entry = compressed("int-quantized", strategy="channel")
+    entry["config_groups"]["group_0"]["input_activations"] = dict(num_bits=8) | entries
+    return entry
+
+
+def two_groups() -> dict:
+    entry = compressed("pack-quantized", strategy="channel")
+    other = compressed("pack-quantized", strategy="channel", num_bits=4)["config_groups"]
+    return entry | dict(config_groups=entry["config_groups"] | {"group_1": other["group_0"]})
+
+
+GPTQ, FP8 = gptq(8, 16, 0).entry, fp8(8, 16, 0).entry
+AUTO = dict(quant_method="auto-round", bits=4, group_size=128,
+            packing_format="auto_round:auto_gptq")
+REFUSED = [
+    (dict(quant_method="bitsandbytes", load_in_4bit=True),
+     "quant_method='bitsandbytes'.*choose one of fp8, compressed-tensors, gptq, awq"),
+    (dict(bits=4), "quant_method=None is not supported"),
+    (FP8 | dict(activation_scheme="tensor"), "activation_scheme='tensor'.*dynamic or static"),
+    (AUTO | dict(packing_format="auto_round:gptqmodel_marlin"), "packing_format=.*auto_gptq or"),
+    (AUTO | dict(data_type="mx_fp"), "data_type='mx_fp'"), (AUTO | dict(act_bits=8), "act_bits=8"),
+    (FP8 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme=.*KV cache is not"),
+    (FP8 | dict(fmt="e5m2"), "fmt='e5m2'"),
+    (activations(type="int", dynamic=True), "input_activations=.*W8A8"),
+    (activations(type="float", dynamic="local"), "input_activations=.*W8A8"),
+    (activations(dynamic=False), "input_activations=.*W8A8"),
+    (compressed("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'.*pack-quantized"),
+    (compressed("pack-quantized", strategy="channel", num_bits=3), "num_bits=3.*4 or 8"),
+    (compressed("pack-quantized", strategy="tensor_group"), "strategy='tensor_group'"),
+    (compressed("int-quantized", strategy="channel", num_bits=4), "num_bits=4.*choose 8"),
+    (compressed("int-quantized", strategy="channel") | dict(transform_config=dict(a=1)),
+     "transform_config=.*neither rotated nor sparse"),
+    (two_groups(), "config_groups=.*all with the same weights"),
+    (compressed("int-quantized") | dict(config_groups={}), "config_groups={}"),
+    (GPTQ | dict(bits=3), "bits=3.*4 or 8"),
+    (GPTQ | dict(checkpoint_format="marlin"), "checkpoint_format='marlin'.*gptq_v2"),
+    (dict(quant_method="awq", bits=4, version="gemv"), "version='gemv'.*gemm"),
+    (dict(quant_method="awq", bits=4, group_size=0), "group_size=0.*a whole number above 0"),
+    (dict(quant_method=["awq"]), "quant_method=\\['awq'\\].*choose one of"),
+    (FP8 | dict(weight_block_size=[128]), "weight_block_size=\\[128\\].*2 whole numbers"),
+    (FP8 | dict(weight_block_size=["a", 2]), "weight_block_size=.*2 whole numbers above 0"),
+    (compressed("pack-quantized", strategy="group", num_bits=4),
+     "group_size=None.*a whole number above 0"),
+    (compressed("int-quantized") | dict(config_groups=[1]), "config_groups=\\[1\\].*an object"),
+    (compressed("int-quantized") | dict(config_groups=dict(group_0=3)), "group_0=3"),
+    (compressed("int-quantized") | dict(config_groups=dict(group_0=dict(weights=[8]))),
+     "weights=\\[8\\].*an object"),
+]
+
+
+@pytest.mark.parametrize("entry, words", REFUSED, ids=[words[:30] for _, words in REFUSED])
+def test_what_is_not_read_is_refused_by_name(entry, words):
+    with pytest.raises(ValueError, match=f"quantization_config with {words}"):
+        read_format(entry)
+
+
+def test_it_is_refused_before_anything_is_loaded(dummy):
+    config = json.loads((dummy / "config.json").read_text())
+    (dummy / "config.json").write_text(json.dumps(
+        config | dict(quantization_config=dict(quant_method="bitsandbytes"))))
+    with pytest.raises(ValueError, match="quant_method='bitsandbytes'"):
+        LLM(dummy, skip_tokenizer_init=True)
+
+
+def test_a_plain_checkpoint_has_nothing_to_assemble(qwen3):
+    with pytest.raises(ValueError, match="quantization='dequantize', but .*qwen3 is not quantised"):
+        LLM(qwen3, quantization="dequantize")
+    with pytest.raises(ValueError, match="must be dequantize, int8 or int4 .*got 'awq'"):
+        LLM(qwen3, quantization="awq")

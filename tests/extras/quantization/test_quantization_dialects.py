@@ -1,0 +1,338 @@
+"""Quantised checkpoints as other programs write them: read as they are meant, or refused by name.
+
+The same formats as in test_quantization.py, with what differs from writer to writer: zero points of
+symmetric weights, parts that are left out or stored for nothing, other names, settings that differ
+from matrix to matrix. The oracle is packing.py's formula for the numbers that were drawn.
+"""
+
+
+import numpy as np
+import pytest
+import torch
+from loading import stored_tensors
+from packing import (
+    GROUP,
+    SMALL,
+    Drawn,
+    Packed,
+    awq,
+    compressed,
+    float_rows,
+    fp8,
+    gptq,
+    int_rows,
+    pack,
+    text_of,
+    words,
+    write,
+)
+from safetensors.torch import save_file
+
+from nanoserve import LLM
+from nanoserve_extras.quantization.quantization import assemble, read_format
+
+
+def read(one: Packed, **entry) -> torch.Tensor:
+    """What becomes of a matrix. entry: settings of config.json beside its own."""
+    parts = iter(("a file", f"layer.{part}", tensor) for part, tensor in one.tensors.items())
+    [(_, name, weight)] = assemble(parts, one.entry | entry)
+    assert name == "layer.weight"
+    return weight
+
+
+def without(one: Packed, part: str) -> Packed:
+    return one._replace(tensors={key: value for key, value in one.tensors.items() if key != part})
+
+
+def beside(one: Packed, **tensors: torch.Tensor) -> Packed:
+    return one._replace(tensors=one.tensors | tensors)
+
+
+# --------------------------------------------------------------------------- gptq
+
+
+def symmetric(rows: int, columns: int, seed: int, bits: int = 4, stored: str = "7",
+              version: str = "gptq") -> Packed:
+    """GPTQ with sym=true: the zero point is 2^(bits - 1). stored: what stands in its place."""
+    drawn, middle = Drawn(rows, columns, bits, seed), 2 ** (bits - 1)
+    zeros = {"7": np.full_like(drawn.z, middle - 1), "8": np.full_like(drawn.z, middle),
+             "0": np.zeros_like(drawn.z), "anything": drawn.z}[stored]
+    one = gptq(rows, columns, seed, bits)
+    entry = one.entry | dict(sym=True, checkpoint_format=version)
+    return Packed(entry, one.tensors | dict(qzeros=words(zeros.T, bits)), drawn.dense(middle))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("stored", ["7", "8", "0", "anything"])
+def test_a_symmetric_matrix_has_its_zero_point_in_the_middle(stored, version, bits):
+    """Files that say "gptq" and hold the 8 of "gptq_v2" were read off by one."""
+    one = symmetric(40, 64, 3, bits, stored, version)
+    assert torch.equal(read(one), one.dense)
+
+
+def test_the_text_of_a_symmetric_file_of_the_other_version(checkpoints, tmp_path):
+    """Dequantised it is the dense one's; in int4 that of a file as the format describes it."""
+    odd, dense = write(checkpoints["qwen3"], tmp_path / "odd", lambda *of: without(
+        symmetric(*of, stored="8"), "g_idx"))
+    usual, _ = write(checkpoints["qwen3"], tmp_path / "usual", symmetric)
+    for folders, options in (((odd, dense), {}), ((odd, usual), dict(quantization="int4"))):
+        found, expected = (text_of(folder, **options) for folder in folders)
+        assert found == expected
+
+
+@pytest.mark.parametrize("make", [
+    gptq, lambda *of: gptq(*of, bits=8), lambda *of: gptq(*of, lacks=0), symmetric])
+@pytest.mark.parametrize("columns", [64, 88])
+def test_without_g_idx_neighbours_are_a_group(make, columns):
+    """The last group may be cut off: 88 inputs in groups of 16."""
+    one = make(40, columns, 3)
+    assert torch.equal(read(without(one, "g_idx")), one.dense)
+
+
+def test_without_g_idx_all_inputs_may_be_one_group():
+    drawn = Drawn(24, 64, 4, 5, size=64)
+    for size in (-1, None, 64):
+        one = Packed(gptq(8, 16, 0).entry | dict(group_size=size), dict(
+            qweight=words(drawn.q, 4).T.contiguous(), qzeros=words((drawn.z.T - 1) % 16, 4),
+            scales=torch.from_numpy(drawn.s.T.copy())), drawn.dense())
+        assert torch.equal(read(one), one.dense)
+
+
+def test_an_order_that_is_not_stored_is_refused():
+    one = gptq(40, 64, 3, shuffled=True)
+    with pytest.raises(ValueError, match="layer don't fit.*desc_act=True.*there is no g_idx"):
+        read(without(one, "g_idx"))
+
+
+def test_g_idx_may_come_last_and_in_another_file():
+    one = gptq(40, 64, 3, shuffled=True)
+    parts = [(f"file {i}", f"layer.{part}", tensor)
+             for i, (part, tensor) in enumerate(sorted(one.tensors.items(), reverse=True))]
+    [(_, name, weight)] = assemble(iter(parts), one.entry)
+    assert torch.equal(weight, one.dense) and name == "layer.weight"
+
+
+@pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
+def test_the_other_parts_must_be_there(part):
+    with pytest.raises(ValueError, match="layer is quantised, but has only .*; 1 such in all"):
+        read(without(without(gptq(8, 16, 0), "g_idx"), part))
+
+
+# ------------------------------------------------------------------- a bias of zeros
+
+
+def biased(number: float):
+    return lambda rows, columns, seed: beside(
+        gptq(rows, columns, seed), bias=torch.full((rows,), number, dtype=torch.float16))
+
+
+def test_a_bias_of_zeros_beside_each_matrix_changes_nothing(checkpoints, tmp_path):
+    """AutoGPTQ's older files have one, and their config.json says that there is none."""
+    found, expected = map(text_of, write(checkpoints["qwen3"], tmp_path, biased(0)))
+    assert found == expected
+
+
+def test_a_bias_that_is_not_zero_is_no_left_over(checkpoints, tmp_path):
+    quantized, _ = write(checkpoints["qwen3"], tmp_path, biased(0.5))
+    with pytest.raises(ValueError, match="_proj.bias has no place"):
+        LLM(quantized, **SMALL)
+
+
+def test_a_bias_of_zeros_that_the_model_has_is_used_once(checkpoints, tmp_path):
+    """Dropped, it would be missing."""
+    quantized, _ = write(checkpoints["llama-bias"], tmp_path, gptq)
+    tensors = stored_tensors(quantized)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()
+             if name.endswith(".bias")}
+    assert zeros
+    save_file(tensors | zeros, quantized / "model.safetensors", {"format": "pt"})
+    with LLM(quantized, **SMALL) as llm:
+        assert not llm.runner.model.layers[0].self_attn.qkv_proj.bias.any()
+    save_file(zeros, quantized / "more.safetensors", {"format": "pt"})
+    (quantized / "model.safetensors").rename(quantized / "some.safetensors")
+    with pytest.raises(ValueError, match="bias has no place .* or comes twice"):
+        LLM(quantized, **SMALL)
+
+
+# ------------------------------------------------------------------ settings by module
+
+
+GPTQ = gptq(8, 16, 0).entry
+
+
+@pytest.mark.parametrize("name, settings", [
+    ("dynamic", {r"+:.*\.down_proj": dict(bits=8)}),
+    ("dynamic", {r".*\.down_proj": dict(bits=4, group_size=64)}),
+    ("dynamic", {r"-:.*\.up_proj": {}, r"+:.*\.down_proj": dict(sym=True)}),
+    ("extra_config", {"layers.0.mlp.down_proj": dict(bits=8, group_size=16)}),
+])
+@pytest.mark.parametrize("entry", [GPTQ, awq(8, 16, 0).entry | dict(sym=False)])
+def test_settings_that_differ_from_matrix_to_matrix_are_refused(entry, name, settings):
+    with pytest.raises(ValueError, match=f"with {name}=.*must have the same settings"):
+        read_format(entry | {name: settings})
+
+
+@pytest.mark.parametrize("settings", [
+    dict(dynamic=None), dict(dynamic={}), dict(dynamic={r"-:.*\.down_proj": {}}),
+    dict(dynamic={r"+:.*\.down_proj": dict(bits=4, group_size=GROUP)}),
+    dict(extra_config={"lm_head": dict(bits=16, data_type="fp", group_size=128)}),
+    dict(modules_in_block_to_quantize=[["self_attn.q_proj"], ["mlp.up_proj"]]),
+    dict(meta=dict(quantizer=["gptqmodel:4.0.0"], damp_percent=0.05)), dict(lm_head=True),
+    dict(modules_to_not_convert=["lm_head"]), dict(is_marlin_format=False)])
+def test_settings_that_the_tensors_names_say_once_more_are_read(settings):
+    one = gptq(40, 64, 3)
+    assert torch.equal(read(one, **settings), one.dense)
+
+
+@pytest.mark.parametrize("entry, words", [
+    (GPTQ | dict(sym="yes"), "sym='yes'.*True or False"),
+    (GPTQ | dict(desc_act="static"), "desc_act='static'.*True or False"),
+    (GPTQ | dict(is_marlin_format=True), "is_marlin_format=True"),
+    (GPTQ | dict(group_size=0), "group_size=0.*a whole number above 0"),
+    (GPTQ | dict(checkpoint_format=None), "checkpoint_format=None"),
+    (awq(8, 16, 0).entry | dict(zero_point="no"), "zero_point='no'"),
+    (dict(quant_method="awq", w_bit=3), "w_bit=3.*choose 4"),
+    (compressed("pack-quantized", strategy="channel", num_bits=4) | dict(
+        sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config=.*rotated nor sparse"),
+])
+def test_settings_that_mean_something_else_are_refused(entry, words):
+    with pytest.raises(ValueError, match=f"quantization_config with {words}"):
+        read_format(entry)
+
+
+# ---------------------------------------------------------------------------- awq
+
+
+def test_awq_without_zero_points_stores_an_8_in_their_place():
+    one, drawn = awq(40, 64, 3), Drawn(40, 64, 4, 3)
+    eights = beside(one, qzeros=torch.full_like(one.tensors["qzeros"], -0x77777778))
+    assert torch.equal(read(eights, zero_point=False), drawn.dense(8))
+    assert torch.equal(read(one), one.dense)
+    with pytest.raises(ValueError, match="zero_point=False.*points other than 8 are stored"):
+        read(one, zero_point=False)
+
+
+def test_awqs_older_names_are_known():
+    one = awq(40, 64, 3)
+    old = dict(quant_method="awq", w_bit=4, q_group_size=GROUP, version="GEMM", zero_point=True)
+    assert torch.equal(read(one._replace(entry=old)), one.dense)
+
+
+# ------------------------------------------------------------------ compressed-tensors
+
+
+@pytest.mark.parametrize("make", [pack, int_rows], ids=["pack", "int"])
+def test_zero_points_of_symmetric_weights_are_zeros(make):
+    """Older files store them."""
+    one = make(40, 64, 3)
+    kind = torch.int8 if make is int_rows else torch.int32
+    assert torch.equal(read(beside(one, weight_zero_point=torch.zeros(40, 1, dtype=kind))),
+                       one.dense)
+    parts = iter(("a file", f"layer.{part}", tensor) for part, tensor in beside(
+        one, weight_zero_point=torch.ones(40, 1, dtype=kind)).tensors.items())
+    assert "layer.weight_zero_point" in [name for _, name, _ in assemble(parts, one.entry)]
+
+
+def changed(one: Packed, group: dict | None = None, **weights) -> Packed:
+    """Other settings of the one group."""
+    entry = one.entry["config_groups"]["group_0"]
+    entry = entry | (group or {}) | dict(weights=entry["weights"] | weights)
+    return one._replace(entry=one.entry | dict(config_groups=dict(group_0=entry)))
+
+
+@pytest.mark.parametrize("change", [
+    dict(actorder="weight"), dict(actorder="static"), dict(actorder=False), dict(dynamic=False),
+    dict(group=dict(format="pack-quantized")), dict(group=dict(output_activations=None)),
+    dict(observer="minmax", scale_dtype="torch.bfloat16")], ids=str)
+def test_settings_that_change_no_number_are_read(change):
+    one = pack(40, 64, 3, symmetric=False)
+    assert torch.equal(read(changed(one, **change)), one.dense)
+    assert torch.equal(read(one, sparsity_config=dict(format="dense", targets=[])), one.dense)
+
+
+@pytest.mark.parametrize("name", ["group", "dynamic", True])
+def test_an_order_of_inputs_has_several_names(name):
+    one = pack(40, 64, 3, shuffled=True)
+    assert torch.equal(read(changed(one, actorder=name)), one.dense)
+    with pytest.raises(ValueError, match="has only .* of .*weight_g_idx"):
+        read(without(changed(one, actorder=name), "weight_g_idx"))
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(dynamic=True), "dynamic=True"),
+    (dict(group=dict(format="int-quantized")), "format='int-quantized'"),
+    (dict(group=dict(output_activations=dict(num_bits=8))), "output_activations="),
+    (dict(strategy="tensor_group"), "strategy='tensor_group'"), (dict(strategy=None), "strategy="),
+])
+def test_settings_that_change_the_numbers_are_refused(change, words):
+    with pytest.raises(ValueError, match=f"quantization_config with {words}"):
+        read_format(changed(pack(40, 64, 3), **change).entry)
+
+
+# ---------------------------------------------------------------------------- fp8
+
+
+@pytest.mark.parametrize("block", [(48, 40), None], ids=["blocks", "one scale"])
+def test_a_scale_of_8_bit_floats_has_two_names(block):
+    """Both are multiplied with."""
+    one = fp8(96, 64, 3, block)
+    [scale] = [tensor for part, tensor in one.tensors.items() if part != "weight"]
+    for name in ("weight_scale", "weight_scale_inv"):
+        assert torch.equal(read(Packed(one.entry, {
+            "weight": one.tensors["weight"], name: scale}, one.dense)), one.dense)
+
+
+def test_exponents_are_scales():
+    """ "ue8m0": powers of two, as a dtype of their own."""
+    one = fp8(96, 64, 3)
+    scale = 2.0 ** torch.randint(-9, -3, one.tensors["weight_scale_inv"].shape)
+    expected = one.tensors["weight"].float() * scale.repeat_interleave(48, 0).repeat_interleave(
+        40, 1)[:, :64]
+    got = read(beside(one, weight_scale_inv=scale.to(torch.float8_e8m0fnu)), scale_fmt="ue8m0")
+    assert torch.equal(got, expected)
+
+
+def static_fp8(*of: int) -> Packed:
+    """Ministral 3's and Devstral Small 2's files."""
+    one = fp8(*of, block=None)
+    return Packed(one.entry | dict(activation_scheme="static", weight_block_size=None), dict(
+        weight=one.tensors["weight"], weight_scale_inv=one.tensors["weight_scale"],
+        activation_scale=torch.tensor(0.013)), one.dense)
+
+
+def static_compressed(*of: int) -> Packed:
+    """llm-compressor's FP8; older files have zero points of zeros beside the scales."""
+    one = float_rows(*of)
+    one.entry["config_groups"]["group_0"]["input_activations"] = dict(
+        num_bits=8, type="float", dynamic=False, symmetric=True, strategy="tensor")
+    return beside(one, input_scale=torch.tensor([0.02]), input_zero_point=torch.zeros(1))
+
+
+@pytest.mark.parametrize("make", [static_fp8, static_compressed])
+def test_fixed_scales_of_activations_are_passed_over_and_said_once(checkpoints, tmp_path, make,
+                                                                   capsys):
+    """As for scales that are found in the step: activations are not rounded."""
+    folder, dense = write(checkpoints["qwen3"], tmp_path, make)
+    expected = text_of(dense)
+    for impl in ("nanoserve", "transformers"):
+        capsys.readouterr()
+        assert text_of(folder, model_impl=impl) == expected
+        assert capsys.readouterr().err.count("fixed scales of activations are passed over") == 1
+
+
+@pytest.mark.parametrize("packing, make", [("gptq", gptq), ("awq", awq)])
+def test_auto_rounds_files_are_gptqs_or_awqs(packing, make):
+    """intel/auto-round's own method; `extra_config` names what stays plain."""
+    one = make(40, 64, 3)
+    entry = dict(quant_method="auto-round", packing_format=f"auto_round:auto_{packing}", bits=4,
+                 group_size=GROUP, data_type="int", sym=False, autoround_version="0.8.0", iters=200,
+                 extra_config={"lm_head": dict(bits=16, data_type="fp")})
+    assert torch.equal(read(one._replace(entry=entry)), one.dense)
+
+
+@pytest.mark.parametrize("part", ["activation_scale", "input_scale"])
+def test_a_scale_of_activations_that_config_json_does_not_know_is_refused_by_its_name(part):
+    one = fp8(96, 64, 3)
+    with pytest.raises(ValueError, match=f"layer.{part} is a scale of activations"):
+        list(assemble(iter([("a file", f"layer.{part}", torch.ones(1))]), one.entry))

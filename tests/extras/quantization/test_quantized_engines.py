@@ -1,0 +1,166 @@
+"""Engines whose weights are rounded to 8 bits or 4: how a model is loaded, and its text.
+
+The oracle of a text is an engine on a dense checkpoint whose matrices were rounded here, number for
+number (packing.py). An LM head is 8 bits by row. What is kept of a checkpoint's own 4 bits is
+test_int4_engines.py's business.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from loading import greedy, stored_tensors
+from packing import FORMATS, SMALL, by_definition, groups_by_definition, text_of, write
+from safetensors.torch import save_file
+from small_kinds import ENGINES, needs_interpreter
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.device import build
+from nanoserve.layers import Linear
+from nanoserve_extras.quantization import quantization
+from nanoserve_extras.quantization.int4_linear import Int4Linear
+from nanoserve_extras.quantization.quantized_linear import Int8Linear
+
+ROUNDED = {"int8": by_definition, "int4": groups_by_definition}
+KINDS = {"int8": {"cpu": "Panels", "triton": "TritonRows"},
+         "int4": {"cpu": "GroupedPanels", "triton": "TritonGroups"}}
+PLAIN = {"int8": "Rows", "int4": "GroupedRows"}
+either = pytest.mark.parametrize("quantization", ROUNDED)
+
+
+@pytest.fixture
+def rounded(checkpoints, tmp_path):
+    """A dense checkpoint of the rounded matrices. shares: of columns, each rounded by itself, as
+    ranks do it with those matrices whose columns they share."""
+    def make(name: str, quantization: str, shares: int = 1) -> Path:
+        folder = tmp_path / f"{name}-rounded"
+        shutil.copytree(checkpoints[name], folder)
+        tensors = stored_tensors(folder)
+        for key in [key for key in tensors if key.endswith("_proj.weight")]:
+            parts = shares if key.endswith(("o_proj.weight", "down_proj.weight")) else 1
+            tensors[key] = torch.cat([ROUNDED[quantization](part).float() for part in
+                                      tensors[key].chunk(parts, dim=1)], dim=1)
+        head = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+        tensors[head] = by_definition(tensors[head]).float()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return make
+
+
+@either
+@pytest.mark.parametrize("kernels, name", ENGINES)
+def test_the_text_is_that_of_the_rounded_weights(name, kernels, quantization, checkpoints, rounded,
+                                                 capfd):
+    expected = text_of(rounded(name, quantization))
+    capfd.readouterr()
+    with LLM(checkpoints[name], **SMALL, kernels=kernels, quantization=quantization) as llm:
+        assert greedy(llm, 16) == expected
+        kinds = {type(one.packed).__name__ for layer in llm.runner.model.layers
+                 for one in layer.modules() if isinstance(one, Linear)}
+        assert kinds == {KINDS[quantization].get(kernels, PLAIN[quantization])}
+    said = capfd.readouterr().err
+    assert f"float32, quantization='{quantization}'" in said
+    assert ("saves memory and costs time" in said) == (kernels not in KINDS[quantization])
+
+
+def test_products_that_can_not_be_compiled_are_an_error_at_the_start(checkpoints, monkeypatch):
+    """The compiler was asked in the first step, and each step failed."""
+    def fails():
+        raise build.BuildError("the C++ compiler g++ failed")
+
+    monkeypatch.setattr(quantization, "library", fails)
+    for asked in ("int8", "int4"):
+        with pytest.raises(ValueError, match=rf"quantization='{asked}' .*g\+\+ failed.*'torch'"):
+            LLM(checkpoints["tiny"], **SMALL, quantization=asked, kernels="cpu")
+
+
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("triton", marks=needs_interpreter)])
+def test_an_lm_head_that_is_the_embedding_is_there_once(checkpoints, kernels):
+    with LLM(checkpoints["qwen3-tied"], **SMALL, quantization="int8", kernels=kernels) as llm:
+        embedding = llm.runner.model.embed_tokens
+        assert embedding.weight is None and not list(embedding.parameters())
+        ids = torch.tensor([3, 255, 3])
+        vectors = embedding(ids)
+    stored = stored_tensors(checkpoints["qwen3-tied"])["model.embed_tokens.weight"]
+    assert vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors.double(), by_definition(stored)[ids])
+
+
+@either
+def test_ranks_round_their_own_shares(quantization, checkpoints, rounded, ranks_in_threads):
+    expected = text_of(rounded("qwen3-tied", quantization, shares=2))
+    assert expected == text_of(
+        checkpoints["qwen3-tied"], quantization=quantization, tensor_parallel_size=2)
+
+
+def test_a_quantised_checkpoint_is_dequantised_and_rounded(checkpoints, tmp_path):
+    """4 bits in groups become 8 bits by row: near it, and small in memory."""
+    quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["gptq"])
+    expected = text_of(dense, quantization="int8")
+    with LLM(quantized, **SMALL, quantization="int8") as llm:
+        assert greedy(llm, 16) == expected and llm.config.quantization == "int8"
+
+
+@pytest.mark.parametrize("quantization, kind", [("int8", Int8Linear), ("int4", Int4Linear)])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_no_more_than_two_matrices_wait_unrounded(load_format, quantization, kind, checkpoints,
+                                                  monkeypatch):
+    """In a file that is sorted by names, k_proj waits for q_proj while o_proj comes. Made-up
+    weights are made one at a time."""
+    most, waiting = 0, set()
+    make_room, finish = kind.make_room, kind.finish_loading
+
+    def counted(self, *args):
+        nonlocal most
+        make_room(self, *args)
+        waiting.add(self)
+        most = max(most, len(waiting))
+
+    def finished(self):
+        finish(self)
+        waiting.discard(self)
+        assert self.weight is None and not getattr(self, "pieces", None)
+
+    monkeypatch.setattr(kind, "make_room", counted)
+    monkeypatch.setattr(kind, "finish_loading", finished)
+    with LLM(checkpoints["qwen3"], **SMALL, quantization=quantization,
+             load_format=load_format) as llm:
+        assert greedy(llm, 4) and not waiting
+        matrices = [m for m in llm.runner.model.modules() if isinstance(m, kind)]
+    assert len(matrices) == 4 * 3 + 1 and most == (2 if load_format == "auto" else 1)
+
+
+@pytest.mark.parametrize("quantization, near", [("int8", 0.99), ("int4", 0.9)])
+def test_a_pooling_model_keeps_its_embedding(quantization, near, checkpoints):
+    """It has no head, so nothing is gained by rounding the vectors that are looked up."""
+    vectors = []
+    for options in ({}, {"quantization": quantization}):
+        with LLM(checkpoints["qwen3-tied"], **SMALL, runner="pooling", **options) as llm:
+            assert llm.runner.model.embed_tokens.weight is not None
+            vectors.append(torch.tensor(llm.embed([[*range(9)]])[0].outputs.embedding))
+    assert not torch.equal(*vectors) and torch.dot(*vectors) > near
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_experts_are_refused(checkpoints, quantization):
+    with pytest.raises(ValueError, match=f"quantization='{quantization}', but Mixtral.*experts"):
+        LLM(checkpoints["mixtral"], **SMALL, quantization=quantization)
+
+
+def test_the_bundled_model_hardly_notices():
+    """On a few lines of ours; the held-out text's figures are in docs/quantization.md. A
+    hundredth of a nat is 1% of the perplexity."""
+    text = ("The old woman put the kettle on the fire, and the two children sat down at the table. "
+            "\"Have you come far?\" she asked. \"From the other side of the wood,\" said the boy, "
+            "\"and we have not eaten since yesterday.\" So she gave them bread and milk, and when "
+            "they had finished she told them of the king who lost his shadow.")
+    params, losses = SamplingParams(max_tokens=1, prompt_logprobs=0), []
+    for options in ({}, *({"quantization": one} for one in ("int8", "int4"))):
+        with LLM(max_model_len=256, num_gpu_blocks_override=32, device="cpu", **options) as llm:
+            scored = llm.generate(text, params, use_tqdm=False)[0].prompt_logprobs[1:]
+        losses.append(-sum(one.logprob for each in scored for one in each.values()) / len(scored))
+    assert losses[0] < 4
+    for loss, bound in zip(losses[1:], (0.01, 0.05), strict=True):
+        assert abs(loss - losses[0]) < bound

@@ -1,0 +1,159 @@
+"""Small weights in transformers' networks: token for token what the rounded network writes.
+
+The oracle is transformers' own `generate`, in float32, on a checkpoint whose matrices were rounded
+here by definition (packing.py), or on the dense matrices that a quantised file means.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+import wrappings
+from architectures import Made, make
+from checkpoints import Reference
+from hybrids import HYBRIDS
+from packing import FORMATS, by_definition, groups_by_definition, write
+from small_kinds import needs_compiler
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from nanoserve import LLM, SamplingParams
+from nanoserve_extras.foreign.foreign_layers import Packed
+
+PROMPTS = [[7, 200, 31, 4], [99] * 3 + [5, 17, 250, 33, 8, 121, 64, 2, 78, 3, 11, 90, 41, 6], [12]]
+SMALL = dict(model_impl="transformers", dtype="float32", num_gpu_blocks_override=24,
+             max_num_batched_tokens=16, max_num_seqs=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+ROUNDED = {"int8": by_definition, "int4": groups_by_definition}
+kernels = pytest.mark.parametrize("kernels", ["torch", pytest.param("cpu", marks=needs_compiler)])
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> dict:
+    return Made(tmp_path_factory.mktemp("architectures"))
+
+
+def texts(folder, **options) -> list[list[int]]:
+    with LLM(folder, **SMALL | options) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def reference(folder) -> list[list[int]]:
+    of = Reference(folder)
+    return [of.generate(prompt, GREEDY.max_tokens)[0] for prompt in PROMPTS]
+
+
+@torch.no_grad()
+def rounded(source, folder, quantization):
+    """Every matrix but a parameter of three dimensions; a head by row, the embedding never."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    head = model.get_output_embeddings()
+    if head.weight is model.get_input_embeddings().weight:
+        head.weight, model.config.tie_word_embeddings = nn.Parameter(head.weight.clone()), False
+    for module in model.modules():
+        if type(module) in (nn.Linear, Conv1D):
+            weight = module.weight if type(module) is nn.Linear else module.weight.T
+            how = ROUNDED["int8" if module is head else quantization]
+            new = how(weight).float()
+            module.weight.copy_(new if type(module) is nn.Linear else new.T)
+    model.save_pretrained(folder)
+    return folder
+
+
+@kernels
+@pytest.mark.parametrize("name, quantization", [
+    ("olmo2", "int4"), ("glm4", "int4"), ("granite-swa", "int8"), ("gemma4", "int4"),
+    ("gpt2", "int4"),  # stored transposed, a tied head
+    ("gpt-oss", "int8")])  # experts, sinks
+def test_the_text_is_that_of_the_rounded_weights(made, tmp_path, name, quantization, kernels):
+    expected = reference(rounded(made[name], tmp_path / "rounded", quantization))
+    assert expected != reference(made[name])
+    assert texts(made[name], quantization=quantization, kernels=kernels) == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("name, quantization", [("qwen3.5", "int8"), ("qwen3-next", "int4")])
+def test_a_delta_nets_matrices_are_rounded_too(tmp_path, name, quantization, capfd):
+    source = make(HYBRIDS[name](), tmp_path / "dense")
+    expected = reference(rounded(source, tmp_path / "rounded", quantization))
+    assert expected != reference(source)
+    assert texts(source, quantization=quantization) == expected
+    assert "1 of 1 layers by delta_rule" in capfd.readouterr().err
+
+
+@kernels
+@pytest.mark.parametrize("form, quantization", [
+    ("gptq", None), ("gptq", "int4"), ("awq", "int4"), ("pack-quantized, zeros", "int4"),
+    ("fp8, blocks", None), ("int-quantized", None)])
+def test_the_text_of_a_quantised_file_is_that_of_what_it_means(made, tmp_path, form, quantization,
+                                                               kernels):
+    """Its own 4 bits are kept. What the file left dense becomes 8 bits then: the head here."""
+    quantized, dense = write(made["olmo2"], tmp_path, FORMATS[form])
+    if quantization == "int4":
+        model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        with torch.no_grad():
+            model.lm_head.weight.copy_(by_definition(model.lm_head.weight))
+        model.save_pretrained(dense)
+    assert texts(quantized, quantization=quantization, kernels=kernels) == reference(dense)
+
+
+@pytest.mark.parametrize("name", ["llava", "glm4v"])
+def test_a_wrapping_keeps_its_own_4_bits(tmp_path, name):
+    """Whatever the file calls its text network. What a tower has is passed over, quantised or not;
+    4 bits that were taken for others would become 8, and write nearly the same."""
+    source = wrappings.make_wrapping(name, tmp_path / "source")
+    quantized, dense = write(source, tmp_path, FORMATS["gptq"])
+    expected = wrappings.reference(dense)
+    with torch.no_grad():
+        head = expected.model.get_output_embeddings()
+        head.weight = nn.Parameter(by_definition(head.weight).float())
+    with LLM(quantized, **SMALL, quantization="int4", kernels="torch") as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        kinds = Counter(type(module.linear.packed).__name__ for module in
+                        llm.runner.model.modules() if isinstance(module, Packed))
+    for output, prompt in zip(outputs, PROMPTS, strict=True):
+        assert output.outputs[0].token_ids == expected.generate(prompt, GREEDY.max_tokens)[0]
+    assert kinds == dict(GroupedRows=12, Rows=1)  # gate and up are one; the head is 8 bits
+
+
+def test_what_stays_is_said_with_its_share_of_the_bytes(made, capfd):
+    texts(made["gpt-oss"], quantization="int8")
+    model = AutoModelForCausalLM.from_pretrained(made["gpt-oss"])
+    total = sum(p.nbytes for p in model.parameters())
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    assert f"({'GptOssExperts'} {experts / total:.0%}, Embedding " in capfd.readouterr().err
+    texts(made["gpt-oss"])
+    assert "stay as they are" not in capfd.readouterr().err
+
+
+def test_a_file_whose_parts_do_not_suit_is_named(made, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    quantized, _ = write(made["olmo2"], tmp_path, FORMATS["gptq"])
+    file = quantized / "model.safetensors"
+    stored = load_file(file)
+    name = "model.layers.1.mlp.up_proj"
+    # AutoGPTQ wrote a bias of zeros beside each matrix; one that is not zero is an error.
+    save_file(stored | {f"{name}.bias": torch.zeros(48)}, file, {"format": "pt"})
+    texts(quantized)
+    for changed, words in [({f"{name}.bias": torch.ones(48)}, f"unexpected tensors .*{name}.bias"),
+                           ({f"{name}.qweight": torch.zeros(1, 1, dtype=torch.int32)},
+                            f"the tensors of {name} don't fit together")]:
+        save_file(stored | changed, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=words):
+            texts(quantized)
+
+
+def test_what_is_not_read_is_refused_in_words(made, tmp_path):
+    folder = tmp_path / "gpt2"
+    AutoModelForCausalLM.from_pretrained(made["gpt2"]).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    entry = dict(quant_method="fp8", fmt="e4m3")
+    (folder / "config.json").write_text(json.dumps(config | dict(quantization_config=entry)))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel, whose matrices are stored transposed"):
+        texts(folder, skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="quantization='dequantize', but .* is not quantised"):
+        texts(made["olmo2"], quantization="dequantize")

@@ -1,0 +1,156 @@
+"""The kernel for small weights: what its kin's tests (test_quantized_linear.py and
+test_int4_linear.py, which hold it to their oracles, too) can't ask of all of them.
+
+In the interpreter, so in float32 and float16. The interpreter checks no bounds: here each address
+of each load and store is held against the tensors that were handed over.
+"""
+
+import mmap
+
+import numpy as np
+import pytest
+import torch
+from packing import Drawn
+from small_kinds import needs_interpreter
+
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+from nanoserve.device import kernels_fused
+from nanoserve_extras.quantization import quantized_triton as kernels
+from nanoserve_extras.quantization.int4_linear import Grouped, join, round_groups
+from nanoserve_extras.quantization.quantized_triton import LAUNCHES, TritonGroups, TritonRows
+
+pytestmark = needs_interpreter
+CPU, NAN = torch.device("cpu"), float("nan")
+
+
+@pytest.fixture
+def bounds(monkeypatch):
+    """A list of tensors. Whatever else a kernel touches while there are some is a failure."""
+    tensors: list[torch.Tensor] = []
+
+    def check(pointers, mask) -> None:
+        at = pointers.data[mask.data.astype(bool)].astype(np.int64)
+        inside = np.zeros(at.shape, bool)
+        for tensor in tensors:
+            first = tensor.data_ptr()
+            inside |= (at >= first) & (at < first + tensor.nbytes)
+        assert not tensors or inside.all(), "out of bounds"
+
+    builder = interpreter.InterpreterBuilder
+    load, store, empty = builder.create_masked_load, builder.create_masked_store, torch.empty
+    monkeypatch.setattr(builder, "create_masked_load", lambda self, pointers, mask, *more: (
+        check(pointers, mask), load(self, pointers, mask, *more))[1])
+    monkeypatch.setattr(builder, "create_masked_store", lambda self, pointers, value, mask, *more: (
+        check(pointers, mask), store(self, pointers, value, mask, *more))[1])
+
+    def poisoned_empty(*shape, **options):
+        out = empty(*shape, **options)
+        tensors.append(out)
+        return out.fill_(NAN if out.is_floating_point() else 77)
+
+    monkeypatch.setattr(torch, "empty", poisoned_empty)
+    return tensors
+
+
+def grouped(shape: tuple[int, int], size: int) -> tuple[TritonGroups, torch.Tensor]:
+    """A matrix of 4 bits as a checkpoint has it, and what it means in float32."""
+    drawn = Drawn(*shape, 4, 0, size)
+    one = join([Grouped(torch.from_numpy(drawn.q).byte(), torch.from_numpy(drawn.z).byte(),
+                        torch.from_numpy(drawn.s).float(), size)])
+    return TritonGroups.of(shape, one.size, one.some, CPU), drawn.dense()
+
+
+def within(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in the middle of a larger memory, whose other bytes are ones: NaN, if a float."""
+    room = torch.full((tensor.nbytes + 128,), 255, dtype=torch.uint8)
+    inside = room[64:64 + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return inside.copy_(tensor)
+
+
+TILES = {tuple(launch.values()): key for key, launch in LAUNCHES.items()}  # alike ones once
+
+
+@pytest.mark.parametrize("line, rows", TILES.values())
+@pytest.mark.parametrize("size", [0, 32, 40])
+def test_every_tile_is_right_and_stays_in_its_bounds(size, line, rows, bounds, monkeypatch):
+    """Of both architectures, a row less than full; sizes that no tile, byte or group divides."""
+    monkeypatch.setattr(kernels_fused, "table_line", lambda device: line)
+    shape, x = (70, 291), within(torch.randn(rows - 1, 291).half())
+    if size:
+        small, weight = grouped(shape, size)
+        weight = weight.half()
+    else:
+        small = TritonRows(torch.randint(-127, 128, shape).to(torch.int8), torch.rand(70))
+        weight = small.values.double() * small.scales.double()[:, None]
+    small = small._replace(**{name: within(one) for name, one in small._asdict().items()
+                              if isinstance(one, torch.Tensor)})
+    bias = within(torch.randn(70).half())
+    bounds[:] = [x, bias, *(one for one in small if isinstance(one, torch.Tensor))]
+    got = small.linear(x, bias)
+    assert kernels.launch_for(x) is LAUNCHES[line, rows]
+    expected = x.double() @ weight.double().T + bias.double()
+    assert (got - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("size", [32, 24, 200])
+def test_4_bits_are_kept_to_the_last_bit(size):
+    """Each input alone in its row: the sum is one weight. Scales of float16 lose no bits."""
+    small, dense = grouped((48, 160), size)
+    assert torch.equal(small.linear(torch.eye(160), None).T, dense)
+
+
+def test_words_by_hand():
+    """A scale of 0.1, whose float32 ends with 0xcd, and a zero point of 5: 0xc0 | 5."""
+    small = TritonGroups.of((1, 3), 8, lambda some: round_groups(
+        torch.tensor([[1.0, -0.5, 0.26]]), 8), CPU)
+    assert small.memory.tolist() == [[0x0f, 0x08]] and small.scales.tolist() == [[0x3dccccc5]]
+
+
+@pytest.mark.parametrize("size", [0, 32])
+def test_a_number_that_is_none_stays_one_in_its_own_row(size):
+    small = grouped((20, 100), size)[0] if size else TritonRows.of(torch.randn(20, 100))
+    x, others = torch.randn(20, 100), torch.arange(20) != 3
+    expected = small.linear(x, None)
+    x[3, 90] = NAN
+    got = small.linear(x, None)
+    assert got[3].isnan().all() and torch.equal(got[others], expected[others])
+
+
+def test_rows_may_be_further_apart_than_they_are_wide():
+    wide = torch.full((9, 300), NAN)
+    wide[:, 50:150] = torch.randn(9, 100)
+    small = TritonRows.of(torch.randn(20, 100))
+    assert torch.equal(small.linear(wide[:, 50:150], None),
+                       small.linear(wide[:, 50:150].contiguous(), None))
+
+
+def test_a_weight_of_more_than_2_31_bytes(bounds):
+    """Its third row begins behind what 32 bits can say. 2.4 GB are reserved, of which three pages
+    are ever touched."""
+    apart = 1_200_000_000
+    memory = mmap.mmap(-1, 2 * apart + 64, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+    values = torch.frombuffer(memory, dtype=torch.int8).as_strided((3, 64), (apart, 1))
+    values.copy_(torch.randint(-127, 128, (3, 64)))
+    x, scales = torch.randn(2, 64), torch.rand(3)
+    expected = x.double() @ (values.double() * scales.double()[:, None]).T
+    bounds[:] = [x, scales, *values]
+    torch.testing.assert_close(TritonRows(values, scales).linear(x, None).double(), expected,
+                               rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_of_nothing_is_the_bias():
+    bias = torch.randn(5)
+    assert torch.equal(TritonRows.of(torch.zeros(5, 0)).linear(torch.zeros(2, 0), bias),
+                       bias.expand(2, 5))
+    assert TritonRows.of(torch.zeros(0, 7)).linear(torch.zeros(2, 7), None).shape == (2, 0)
+
+
+def test_every_architecture_has_every_tile():
+    assert {*LAUNCHES} == {(line, rows) for line, _ in kernels_fused.EXPERT_LAUNCHES
+                           for rows in (16, 64, 128)}
+    assert all(launch["M"] == rows for (_, rows), launch in LAUNCHES.items())
+    for rows, tile in ((1, 16), (16, 16), (17, 64), (64, 64), (65, 128), (9000, 128)):
+        assert kernels.launch_for(torch.empty(rows, 1).half())["M"] == tile

@@ -1,0 +1,333 @@
+"""Networks with recurrent layers: token for token what transformers' own `generate` gives.
+
+Each runs its prompts twice: the second time from snapshots. `verify` has more modes for those who
+have the time (docs/hybrids.md has its table); here is one that has everything at once.
+"""
+
+import random
+import re
+import weakref
+
+import pytest
+import torch
+import transformers
+from architectures import GQA, Made, make
+from checkpoints import Reference, assert_same_text
+from hybrids import HYBRIDS, WRAPPED, make_wrapped
+
+from nanoserve import LLM, SamplingParams
+from nanoserve_extras.drafts.speculative import Speculation
+from nanoserve_extras.recurrent.recurrent import Finder, Recurrent, Rows
+from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
+
+MAX_TOKENS = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+# 13 blocks of 5 hold one of the longest texts: everybody else is preempted.
+BUSY = dict(num_gpu_blocks_override=13, block_size=5, max_num_batched_tokens=17,
+            async_scheduling=True)
+DRAFTS = dict(method="ngram", num_speculative_tokens=3)
+
+
+class Hybrids(Made):
+    def __missing__(self, name: str):
+        folder = self.root / name
+        self[name] = make_wrapped(name, folder) if name in WRAPPED else make(
+            HYBRIDS[name](), folder)
+        return folder
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Hybrids:
+    return Hybrids(tmp_path_factory.mktemp("hybrids"))
+
+
+@pytest.fixture(scope="session")
+def few_prompts() -> list[list[int]]:
+    """Around blocks, two with a common beginning."""
+    rng = random.Random(0)
+    shared, *own = ([rng.randrange(256) for _ in range(n)] for n in (20, 1, 16, 11, 31, 9))
+    return [*own[:3], shared + own[3], shared + own[4]]
+
+
+@pytest.fixture(scope="session")
+def texts_of(made, few_prompts):
+    known = {}
+
+    def of(name: str) -> list[tuple[list[int], list[float]]]:
+        if name not in known:
+            auto = (transformers.AutoModelForImageTextToText if name in WRAPPED
+                    else transformers.AutoModelForCausalLM)
+            reference = Reference(made[name], auto=auto)
+            known[name] = [reference.generate(prompt, MAX_TOKENS) for prompt in few_prompts]
+        return known[name]
+
+    return of
+
+
+def start(folder, **options) -> LLM:
+    """An engine on a CPU whose states are NaN until they are written, but for the one of zeros."""
+    llm = LLM(folder, **dict(num_gpu_blocks_override=64, dtype="float32",
+                             skip_tokenizer_init=True) | options)
+    model = llm.runner.model
+    for states in model.states.values():
+        states[:model.most_rows] = torch.nan
+        states[model.most_rows + 1:] = torch.nan
+    return llm
+
+
+def assert_texts(llm: LLM, prompts, texts, where: str) -> int:
+    """Returns how many tokens came from snapshots."""
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    for output, (tokens, gaps) in zip(outputs, texts, strict=True):
+        assert_same_text(output.outputs[0].token_ids, tokens, gaps, where)
+    llm.extra(Recurrent).snapshots.audit()
+    return sum(output.num_cached_tokens for output in outputs)
+
+
+# ------------------------------------------------------------------ the same text
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *WRAPPED])
+def test_greedy_text_equals_transformers(made, few_prompts, texts_of, name, capsys):
+    assert len({tuple(tokens) for tokens, _ in texts_of(name)}) == len(few_prompts)  # lively
+    with start(made[name], snapshot_bytes=2 ** 20) as llm:
+        said = f"; {int('qwen' in name)} of {llm.runner.model.num_mixers} layers by delta_rule"
+        assert said in capsys.readouterr().err
+        assert assert_texts(llm, few_prompts, texts_of(name), f"{name}, batched") == 0
+        assert assert_texts(llm, few_prompts, texts_of(name), f"{name}, cached") == 48 + 16
+    with start(made[name], **BUSY) as llm:
+        for attempt in range(2):
+            assert_texts(llm, few_prompts, texts_of(name), f"{name}, busy {attempt}")
+        numbers = {one.name: getattr(one, "value", None) for one in llm.get_metrics()}
+    assert numbers["vllm:num_preemptions"] > 0
+    assert numbers["vllm:state_snapshot_saved"] > numbers["vllm:state_snapshot_evicted"]
+    assert numbers["vllm:state_snapshot_tokens"] > 0
+
+
+def test_a_net_that_only_looks_known_is_left_to_transformers(made, few_prompts, texts_of,
+                                                             monkeypatch):
+    """The trial at load compares. Here its gate is half of what the class computes."""
+    project = DeltaNet.project
+    monkeypatch.setattr(DeltaNet, "project", lambda net, x: [
+        one / (1 + (i == 1)) for i, one in enumerate(project(net, x))])
+    with start(made["qwen3.5"]) as llm:
+        assert (llm.runner.model.num_fast, llm.runner.model.num_mixers) == (0, 1)
+        assert_texts(llm, few_prompts, texts_of("qwen3.5"), "by transformers")
+
+
+@pytest.mark.parametrize("part, how", [
+    ("in_proj_a", lambda x: x.clamp(max=16)), ("in_proj_a", lambda x: x.clamp(min=-7)),
+    ("in_proj_b", lambda x: x.clamp(max=7)), ("in_proj_z", lambda x: x.clamp(-1000, 1000)),
+    ("in_proj_qkv", lambda x: x.clamp(-10, 10)), ("in_proj_a", lambda x: x + 1e-3),
+    ("in_proj_z", lambda x: x * 1.0001), ("out_proj", lambda x: x.clamp(max=100)),
+    ("norm", lambda x: x * 1.0001)], ids=lambda one: one if isinstance(one, str) else "")
+def test_a_delta_net_with_a_clamp_a_bias_or_a_scale_stays(made, monkeypatch, part, how):
+    """Planted in the class's forward, and in every dtype: the trial is in float32."""
+    net = transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet
+    forward = net.forward
+
+    def planted(self, *args, **options):
+        inner = getattr(self, part)
+        handle = inner.register_forward_hook(lambda module, args, out: how(out))
+        try:
+            return forward(self, *args, **options)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(net, "forward", planted)
+    with start(made["qwen3.5"], dtype="bfloat16") as llm:
+        assert (llm.runner.model.num_fast, llm.runner.model.num_mixers) == (0, 1)
+
+
+def guess(llm: LLM, prompts, texts) -> None:
+    """From now on drafts are what transformers says, with a mistake in every fourth."""
+    rng, known = random.Random(2), {tuple(prompt): tokens for prompt, (tokens, _) in zip(
+        prompts, texts, strict=True)}
+
+    def propose(seq, most):
+        end = len(seq.token_ids) - seq.num_prompt_tokens
+        return [token if rng.random() < 0.75 else (token + 1) % 256 for token in known[
+            tuple(seq.token_ids[:seq.num_prompt_tokens])][end:end + min(most, 3)]]
+
+    guesser = llm.extra(Speculation).guesser
+    guesser.propose, guesser.checked = propose, lambda seq, num_right: None
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *WRAPPED])
+def test_drafts_leave_no_trace_in_a_state(made, few_prompts, texts_of, name):
+    """Right and wrong ones: among others, from snapshots, preempted, in steps of 17."""
+    for options in (BUSY, dict(snapshot_bytes=2 ** 20))[:1 + (name in ("qwen3.5", "lfm2"))]:
+        with start(made[name], speculative_config=DRAFTS, **options) as llm:
+            guess(llm, few_prompts, texts_of(name))
+            for attempt in range(2):
+                cached = assert_texts(llm, few_prompts, texts_of(name), f"{name}, {attempt}")
+            numbers = {one.name: getattr(one, "value", None) for one in llm.get_metrics()}
+        assert cached and (numbers["vllm:num_preemptions"] or options is not BUSY)
+        accepted, drafted = (numbers[f"vllm:spec_decode_num_{what}_tokens"]
+                             for what in ("accepted", "draft"))
+        assert 20 < accepted < drafted - 10
+
+
+@pytest.mark.parametrize("method", [
+    DRAFTS, dict(method="suffix", num_speculative_tokens=8),
+    dict(method="draft_model", num_speculative_tokens=2)], ids=lambda asked: asked["method"])
+def test_drawn_texts_are_those_without_drafts(made, checkpoints, few_prompts, method):
+    """Also where a small network's layers have their KV beside, and a grammar forces tokens."""
+    told, method = [], dict(method)
+    if method["method"] == "draft_model":
+        method["model"] = str(checkpoints["qwen3"])
+    params = [SamplingParams(n=2, temperature=0.4, seed=3, max_tokens=24, logprobs=0),
+              SamplingParams(max_tokens=20, seed=4, structured_outputs=dict(
+                  regex="(ab ab ab ab |cd cd cd cd )[ab]{1,9}"))]
+    for asked in (None, method):
+        with start(made["qwen3.5"], speculative_config=asked, block_size=4,
+                   skip_tokenizer_init=False) as llm:
+            outputs = [one for param in params
+                       for one in llm.generate(few_prompts, param, use_tqdm=False)]
+            told.append([sample.token_ids for output in outputs for sample in output.outputs])
+            llm.extra(Recurrent).snapshots.audit()
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("depth", [0, 1, "drafts"])
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "falcon-h1"])
+def test_a_step_that_is_lost_is_not_folded_twice(made, few_prompts, texts_of, name, depth):
+    """KV is written again to the same slots. A state would hold the lost step's tokens twice."""
+    drafts = DRAFTS if depth == "drafts" else None
+    with start(made[name], async_scheduling=depth == 1, speculative_config=drafts) as llm:
+        if drafts:
+            guess(llm, few_prompts, texts_of(name))
+        for i, prompt in enumerate(few_prompts):
+            llm.add_request(str(i), prompt, GREEDY)
+        fetch, outputs, num_lost = llm.runner.fetch, {}, 0
+
+        def lose(output):
+            raise RuntimeError("lost")
+
+        for moment in range(60):
+            llm.runner.fetch = lose if moment % 3 == 1 else fetch
+            try:
+                outputs |= {int(one.request_id): one for one in llm.step()}
+            except RuntimeError:
+                num_lost += 1
+            llm.scheduler.check()
+            llm.extra(Recurrent).snapshots.audit()
+    assert num_lost > (2 if drafts else 5)
+    for i, (tokens, gaps) in enumerate(texts_of(name)):
+        assert_same_text(outputs[i].outputs[0].token_ids, tokens, gaps, f"lost, {i}")
+
+
+def test_samples_logprobs_and_grammars_are_as_everywhere(made, few_prompts, texts_of):
+    with start(made["qwen3.5"]) as llm:
+        params = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=MAX_TOKENS)
+        outputs = llm.generate(few_prompts, params, use_tqdm=False)
+        for output, (tokens, gaps) in zip(outputs, texts_of("qwen3.5"), strict=True):
+            for sample in output.outputs:
+                assert_same_text(sample.token_ids, tokens, gaps, "n=3")
+        scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        for attempt in range(2):  # the second one finds its prompt, and may not use it
+            output, = llm.generate(few_prompts[-1], scored, use_tqdm=False)
+            assert output.num_cached_tokens == 0, attempt
+    ids = few_prompts[-1]
+    with torch.no_grad():
+        logits = Reference(made["qwen3.5"]).model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    got = [one[token].logprob for one, token in zip(output.prompt_logprobs[1:], ids[1:],
+                                                    strict=True)]
+    expected = logits[torch.arange(len(ids) - 1), ids[1:]]
+    torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-4, atol=1e-4)
+    with start(made["qwen3.5"], skip_tokenizer_init=False) as llm:
+        grammar = SamplingParams(max_tokens=6, structured_outputs=dict(regex="[ab]{4}"))
+        texts = [one.outputs[0].text for one in llm.generate(few_prompts, grammar, use_tqdm=False)]
+    assert all(re.fullmatch("[ab]{4}", text) for text in texts)
+
+
+def test_half_precision_keeps_its_recurrent_state_in_single(made, few_prompts, monkeypatch):
+    """Also where a mixer hands it over in half, as kernels may: transformers' own torch doesn't."""
+    update = Finder.update_recurrent_state
+
+    def in_half(finder, new, *place, **named):
+        update(finder, new.to(torch.bfloat16), *place, **named)
+        return new
+
+    monkeypatch.setattr(Finder, "update_recurrent_state", in_half)
+    with start(made["granite4-h"], dtype="bfloat16") as llm:
+        assert llm.generate(few_prompts, GREEDY, use_tqdm=False)[0].finished
+        dtypes = {kind: states.dtype for (kind, *_), states in llm.runner.model.states.items()}
+    assert dtypes == dict(conv=torch.bfloat16, recurrent=torch.float32)
+
+
+# ------------------------------------------------------------------- a chat
+
+
+def test_a_turn_of_a_chat_computes_only_what_is_new(made):
+    """vLLM's hybrids hit near 0% (#40696, #36493): their snapshots lie where no next turn begins.
+    Here each turn begins at the last block boundary of the one before, also among other users."""
+    rng = random.Random(1)
+    with start(made["lfm2"], snapshot_bytes=0, enable_prefix_caching=False) as llm:
+        size = llm.runner.model.state_bytes
+    with start(made["lfm2"], block_size=4, snapshot_bytes=6 * size) as llm:
+        chats = [[rng.randrange(256) for _ in range(9)] for _ in range(2)]
+        for turn in range(7):
+            outputs = llm.generate(chats, SamplingParams(
+                temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+            for chat, output in zip(chats, outputs, strict=True):
+                # The last token that was written is computed by nobody before the next turn.
+                known = (len(chat) - 5 - 1) // 4 * 4 if turn else 0
+                assert output.num_cached_tokens == known, turn
+                chat += output.outputs[0].token_ids + [rng.randrange(256) for _ in range(5)]
+
+
+# ------------------------------------------------------------ memory, refusals
+
+
+def test_fewer_sequences_run_where_their_states_need_the_memory(made, monkeypatch, capsys):
+    from nanoserve_extras.recurrent import recurrent
+    with start(made["qwen3.5"]) as llm:
+        size = llm.runner.model.state_bytes
+    monkeypatch.setattr(recurrent, "free_memory", lambda *_: 12 * size)
+    with start(made["qwen3.5"]) as llm:  # half of 12 are 6, one of them zeros
+        assert llm.config.max_num_seqs == llm.scheduler.max_num_seqs == 5
+        assert "max_num_seqs is lowered from 64 to 5: " in capsys.readouterr().err
+        assert llm.generate([[1, 2, 3]] * 9, GREEDY, use_tqdm=False)[8].finished
+    monkeypatch.setattr(recurrent, "free_memory", lambda *_: 3 * size)
+    with pytest.raises(ValueError, match="no room for one sequence's recurrent state of .* MB"):
+        start(made["qwen3.5"])
+
+
+def test_an_engine_that_ends_gives_back_weights_and_states(made):
+    llm = start(made["lfm2"])
+    llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    model = llm.runner.model
+    held = [weakref.ref(one) for one in (model, *model.states.values(), *model.parameters())]
+    del model
+    llm.shutdown()  # and the object stays
+    assert not any(one() is not None for one in held)
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(kv_offload_bytes=2 ** 20), "kv_offload_bytes=1048576"),
+    (dict(kv_store="{tmp}"), "kv_store="),
+    (dict(enable_lora=True), "enable_lora=True"),
+    (dict(tensor_parallel_size=2), "Lfm2ForCausalLM runs on one rank")])
+def test_what_does_not_go_together_is_refused(made, tmp_path, options, words):
+    options = {key: str(tmp_path) if value == "{tmp}" else value for key, value in options.items()}
+    with pytest.raises(ValueError, match=words):
+        start(made["lfm2"], **options)
+
+
+@pytest.mark.parametrize("forgotten", ["get_conv_state", "get_recurrent_state"])
+def test_mixers_that_take_no_state_are_refused(made, monkeypatch, forgotten):
+    """As Mamba 1's do, whose scan begins at nothing, whatever the cache holds."""
+    get = getattr(Rows, forgotten)
+    monkeypatch.setattr(Rows, forgotten, lambda *args, **options: get(*args, **options) * 0)
+    with pytest.raises(ValueError, match="Hybrid.*ForCausalLM is not supported: its layers do not "
+                                         "go on from a state that is handed to them"):
+        start(made["granite4-h"])
+
+
+def test_jamba_is_refused(tmp_path):
+    folder = make(transformers.JambaConfig(
+        **GQA, attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1,
+        mamba_d_state=4), tmp_path)
+    with pytest.raises(ValueError, match="JambaForCausalLM is not supported: "):
+        start(folder)

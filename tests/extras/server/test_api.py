@@ -1,0 +1,481 @@
+"""The endpoints as any client sees them: what is answered, what is refused, and who is let go.
+
+Oracle for texts: offline `generate` of the same engine with the same seed.
+"""
+
+import asyncio
+import gzip
+from dataclasses import fields
+
+import pytest
+from serving import NAME, send
+
+from nanoserve import SamplingParams
+from nanoserve_extras.server.async_llm import EngineDeadError
+from nanoserve_extras.server.guard import EventStream, unless_gone
+
+PROMPT = "Once upon a time"
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+# OpenAI's fields and vLLM's that are not served: a value that asks for something, what the answer
+# says, and the values (beside null) that ask for nothing.
+NOT_SERVED = [
+    ("functions", [{"name": "f"}], "use tools", [[]]),
+    ("function_call", {"name": "f"}, "use tools", ["none", "auto"]),
+    ("audio", {"voice": "x"}, "leave it out", []),
+    ("modalities", ["audio"], 'only ["text"]', [["text"]]),
+    ("suffix", "the end", "can't be filled in", [""]),
+    ("best_of", 3, "ask for n samples with logprobs", [1]),
+    ("verbosity", "low", "say in the prompt", ["medium"]),
+    ("max_output_tokens", 5, "max_tokens", []), ("logprob_token_ids", [5], "logprobs", [[]]),
+    ("enable_thinking", False, "in chat_template_kwargs", []),
+    ("think", False, "in chat_template_kwargs", [""]),
+    ("reasoning", {"enabled": False}, "in chat_template_kwargs", [{}]),
+    ("extra_body", {"top_k": 1}, "into the body itself", [{}]),
+    ("thinking_token_budget", 9, "enable_thinking", [-1]),
+    ("truncation_side", "right", "end stays", ["left"]),
+    ("repetition_detection", {"min_count": 3}, "penalties", [{}]),
+    ("web_search_options", {"a": 1}, "leave it out", []),
+    ("chat_template", "{{ x }}", "serve --chat-template FILE", []),
+    ("guided_json", {"type": "object"}, "use structured_outputs=", []),
+    ("use_beam_search", True, "ask for n samples with logprobs", [False]),
+    ("length_penalty", 0.5, "ask for n samples with logprobs", [1.0]),
+    ("typical_p", 0.3, "use top_p", [1.0]), ("mirostat", 2, "penalties", [0]),
+    ("do_sample", False, "temperature=0", [True]), ("n_predict", 5, "max_tokens", []),
+    ("regex", "a+", "structured_outputs=", [""]), ("vllm_xargs", {"a": 1}, "logit_bias", [{}]),
+    ("kv_transfer_params", {"a": 1}, "kv_store", [{}]), ("prompt_embeds", "x", "token ids", [""]),
+    ("detokenize", False, "return_token_ids", [True]), ("documents", ["x"], "message", [[]]),
+    ("mm_processor_kwargs", {"a": 1}, "as the checkpoint says", [{}])]
+
+
+def offline(server, prompt, **params) -> list[str]:
+    [output] = server.llm.generate([prompt], SamplingParams(**params), use_tqdm=False)
+    return [sample.text for sample in output.outputs]
+
+
+def texts(answer: dict) -> list[str]:
+    return [c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]]
+
+
+def joined(events: list[dict]) -> dict[int, str]:
+    """The text of each choice of a stream, by its index."""
+    found: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            found[choice["index"]] = found.get(choice["index"], "") + piece
+    return found
+
+
+# ---------------------------------------------------------------------- texts
+
+
+def test_a_completion_is_what_generate_gives(server):
+    asked = dict(prompt=PROMPT, n=3, seed=7, temperature=1.2, max_tokens=10, top_k=50, top_p=0.9)
+    status, answer = server.ask(COMPLETIONS, asked)
+    expected = offline(server, **asked)
+    assert status == 200 and texts(answer) == expected
+    assert joined(server.events(COMPLETIONS, asked)) == dict(enumerate(expected))
+    assert answer["object"] == "text_completion" and answer["model"] == NAME
+    assert answer["usage"] == dict(prompt_tokens=4, completion_tokens=30, total_tokens=34,
+                                   prompt_tokens_details=dict(cached_tokens=0))
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+
+
+def test_a_chat_is_what_chat_gives(server):
+    asked = dict(seed=3, temperature=0.9, max_tokens=12)
+    status, answer = server.ask(CHATS, dict(messages=CHAT, **asked))
+    [expected] = server.llm.chat(CHAT, SamplingParams(**asked, top_p=0.95), use_tqdm=False)
+    assert status == 200 and texts(answer) == [expected.outputs[0].text]
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert joined(server.events(CHATS, dict(messages=CHAT, **asked))) == {
+        0: expected.outputs[0].text}
+
+
+@pytest.mark.parametrize("null", [False, True])
+def test_fields_left_out_are_the_models_own(server, null):
+    """The bundled model recommends a temperature of 0.8 and a top_p of 0.95."""
+    left_out = dict(temperature=None, top_p=None, stop=None, n=None) if null else {}
+    _, answer = server.ask(COMPLETIONS, dict(prompt=PROMPT, seed=5, **left_out))
+    assert texts(answer) == offline(server, PROMPT, seed=5, temperature=0.8, top_p=0.95,
+                                    max_tokens=16)
+
+
+def test_prompts_come_in_four_forms(server):
+    ids = server.llm.tokenizer.encode(PROMPT)
+    [text] = offline(server, PROMPT, temperature=0, max_tokens=5)
+    for prompt, count in ((PROMPT, 1), (ids, 1), ([PROMPT, PROMPT], 2), ([ids, ids, ids], 3)):
+        _, answer = server.ask(COMPLETIONS, dict(prompt=prompt, temperature=0, max_tokens=5))
+        assert texts(answer) == [text] * count
+    _, answer = server.ask(COMPLETIONS, dict(prompt=["The", PROMPT], n=2, seed=1, max_tokens=4))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert texts(answer) == [text for prompt in ("The", PROMPT) for text in offline(
+        server, prompt, n=2, seed=1, max_tokens=4, temperature=0.8, top_p=0.95)]
+
+
+def test_a_clients_limit_wins_over_the_least_that_the_model_asks_for(server, monkeypatch):
+    monkeypatch.setitem(server.llm.model_config.generation_defaults, "min_new_tokens", 20)
+    (eos,) = server.llm.model_config.eos_token_ids
+    asked = dict(prompt=PROMPT, temperature=0, logit_bias={str(eos): 100})
+    for more, count in (({}, 20), (dict(max_tokens=3), 3), (dict(min_tokens=1), 2)):
+        _, answer = server.ask(COMPLETIONS, asked | more)  # the second token may be an EOS
+        assert answer["usage"]["completion_tokens"] == count
+
+
+def test_a_chat_fills_what_room_there_is(server):
+    """Until the model ends it, or the longest it can be."""
+    bias = {str(server.llm.tokenizer.eos_token_id): -100}
+    _, answer = server.ask(CHATS, dict(messages=CHAT, temperature=0, logit_bias=bias,
+                                       stop=" the"))
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == " the"
+    assert answer["usage"]["completion_tokens"] > 0 and " the" not in texts(answer)[0]
+
+
+def test_a_stream_says_who_speaks_and_ends_once(server):
+    events = server.events(CHATS, dict(messages=CHAT, n=2, max_tokens=4, seed=1,
+                                       stream_options=dict(include_usage=True)))
+    openings, rest, last = events[:2], events[2:-1], events[-1]
+    assert [e["choices"][0]["delta"] for e in openings] == [
+        dict(role="assistant", content="")] * 2
+    ends = [e["choices"][0]["index"] for e in rest if e["choices"][0]["finish_reason"]]
+    assert sorted(ends) == [0, 1]
+    assert all(e["usage"] is None for e in events[:-1]) and last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 8
+    assert len({e["id"] for e in events}) == 1
+    assert {e["object"] for e in events} == {"chat.completion.chunk"}
+
+
+def test_echo_puts_the_prompt_in_front(server):
+    asked = dict(prompt=[PROMPT, "The"], echo=True, temperature=0, max_tokens=3)
+    expected = [p + offline(server, p, temperature=0, max_tokens=3)[0] for p in asked["prompt"]]
+    assert texts(server.ask(COMPLETIONS, asked)[1]) == expected
+    assert joined(server.events(COMPLETIONS, asked)) == dict(enumerate(expected))
+    ids = server.llm.tokenizer.encode(PROMPT)
+    assert texts(server.ask(COMPLETIONS, asked | dict(prompt=ids))[1]) == expected[:1]
+
+
+def test_completions_have_the_older_logprobs(server):
+    asked = dict(prompt=PROMPT, logprobs=2, temperature=0, max_tokens=3, echo=True)
+    _, answer = server.ask(COMPLETIONS, asked)
+    [output] = server.llm.generate([PROMPT], SamplingParams(
+        temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2), use_tqdm=False)
+    found = answer["choices"][0]["logprobs"]
+    ids = output.prompt_token_ids + output.outputs[0].token_ids
+    expected = output.prompt_logprobs + output.outputs[0].logprobs
+    assert "".join(found["tokens"]) == answer["choices"][0]["text"]
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert found["token_logprobs"][1:] == pytest.approx(
+        [entries[i].logprob for i, entries in zip(ids[1:], expected[1:], strict=True)])
+    assert [set(top) for top in found["top_logprobs"][1:]] == [
+        {entry.decoded_token for entry in entries.values()} for entries in expected[1:]]
+    text = answer["choices"][0]["text"]
+    assert all(text.startswith(token, at) for token, at in zip(
+        found["tokens"], found["text_offset"], strict=True))
+
+
+def test_chats_have_the_newer_logprobs(server):
+    asked = dict(messages=CHAT, logprobs=True, top_logprobs=3, seed=2, max_tokens=5)
+    _, answer = server.ask(CHATS, asked)
+    choice = answer["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == choice["message"]["content"]
+    for entry in content:
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        values = [top["logprob"] for top in entry["top_logprobs"]]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+    none = server.ask(CHATS, asked | dict(top_logprobs=0))[1]["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in none] == pytest.approx([e["logprob"] for e in content])
+    assert all(entry["top_logprobs"] == [] for entry in none)
+
+
+def test_vllms_additions_do_what_they_say(server):
+    eos = server.llm.tokenizer.eos_token_id
+    one = dict(prompt=PROMPT, temperature=0)
+    _, answer = server.ask(COMPLETIONS, one | dict(max_tokens=4, logit_bias={str(eos): 100}))
+    assert answer["choices"][0]["finish_reason"] == "stop" and texts(answer) == [""]
+    for more in (dict(ignore_eos=True), dict(min_tokens=4)):
+        _, answer = server.ask(COMPLETIONS, one | dict(
+            max_tokens=4, logit_bias={str(eos): 100}) | more)
+        assert answer["choices"][0]["finish_reason"] == "length"
+    _, answer = server.ask(COMPLETIONS, one | dict(max_tokens=5, top_k=1, min_p=0.1, priority=-3,
+                                                   repetition_penalty=1.3))
+    assert texts(answer) == offline(server, PROMPT, temperature=0, max_tokens=5,
+                                    repetition_penalty=1.3)
+
+
+def test_every_field_of_sampling_params_is_served_but_those_that_are_offline(server):
+    """A new one, too: the bodies are made from the record."""
+    _, document = server.ask("/openapi.json")
+    for body in ("CompletionBody", "ChatBody"):
+        served = document["components"]["schemas"][body]["properties"]
+        assert {field.name for field in fields(SamplingParams)} - set(served) == {
+            "detokenize", "output_kind", "logits_processors"}
+
+
+# ------------------------------------------------------------------- refusals
+
+
+def refusal(server, path: str, body, status: int = 400, **kinds) -> dict:
+    found, answer = server.ask(path, body, **kinds)
+    assert found == status, answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    return answer["error"]
+
+
+@pytest.mark.parametrize("field, value", [
+    ("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_p", True), ("n", 0), ("n", -5),
+    ("presence_penalty", -3), ("top_k", -2), ("min_p", 2), ("detokenize", False),
+    ("max_tokens", 0), ("max_tokens", 10 ** 30), ("max_tokens", 4096), ("seed", 1.5),
+    ("stop", [""]), ("logit_bias", {"x": 1}), ("logit_bias", {"99999": 1}), ("logprobs", 21),
+    ("min_tokens", 20), ("stop_token_ids", [5000]), ("best_of", 3), ("suffix", "the end"),
+    ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", [9999]), ("prompt", None),
+    ("prompt", "lone \ud800 surrogate"), ("prompt", "word " * 4000), ("tempratur", 1),
+    ("stream_options", {"include_usage": True}), ("repetition_penalty", 0)])
+def test_a_bad_field_is_a_400_that_names_it(server, field, value):
+    error = refusal(server, COMPLETIONS, dict(prompt="x") | {field: value})
+    assert error["type"] == "invalid_request_error"
+    assert field in (error["param"], "prompt") or field in error["message"]
+
+
+def test_bodies_that_are_no_json_objects_are_refused(server):
+    for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'"x"', b'{"prompt": NaN}',
+                 b"[" * 5000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"):
+        assert "error parsing" not in refusal(server, COMPLETIONS, body)["message"], body
+    assert server.ask(COMPLETIONS, b"prompt=x", content_type="text/plain")[0] in (400, 415)
+    packed = gzip.compress(b'{"prompt": "x"}')
+    assert "Content-Encoding" in refusal(server, COMPLETIONS, packed, 415,
+                                         content_encoding="gzip")["message"]
+
+
+def test_images_and_audio_are_refused_by_name(server):
+    for part in ({"type": "image_url", "image_url": {"url": "x"}},
+                 {"type": "input_audio", "input_audio": {}}, {"type": "file"}):
+        error = refusal(server, CHATS, dict(messages=[{"role": "user", "content": [part]}]))
+        assert part["type"] in error["message"] and error["param"] == "messages"
+    for part in ({"type": "text"}, {"type": "text", "text": 5}, {"type": "song"}, {}, 5):
+        refusal(server, CHATS, dict(messages=[{"role": "user", "content": [part]}]))
+
+
+@pytest.mark.parametrize("field, value, said, nothing", NOT_SERVED)
+def test_what_would_change_the_text_is_refused_with_a_reason(server, field, value, said, nothing):
+    for path, body in ((COMPLETIONS, dict(prompt="x")), (CHATS, dict(messages=CHAT))):
+        error = refusal(server, path, body | {field: value})
+        assert error["param"] == field
+        assert error["message"].startswith(f"{field} is not supported: ")
+        assert said in error["message"]
+        for idle in (None, *nothing):
+            assert server.ask(path, body | {field: idle, "max_tokens": 1})[0] == 200
+
+
+def test_harmless_fields_are_passed_over(server):
+    expected = offline(server, PROMPT, temperature=0, max_tokens=4)
+    for field in ("user", "metadata", "store", "service_tier", "safety_identifier", "prediction",
+                  "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"):
+        for value in ("me", {"a": 1}, False):
+            _, answer = server.ask(COMPLETIONS, dict(prompt=PROMPT, temperature=0, max_tokens=4)
+                                   | {field: value})
+            assert texts(answer) == expected
+
+
+def test_conversations_that_no_template_takes_are_refused(server):
+    for messages in ([], "hello", [5], [{}], [{"role": "user"}], [{"role": 5, "content": "x"}],
+                     [{"role": "", "content": "x"}], [{"content": "x"}]):
+        refusal(server, CHATS, dict(messages=messages))
+    both = dict(messages=CHAT, continue_final_message=True, add_generation_prompt=True)
+    assert refusal(server, CHATS, both)["param"] == "continue_final_message"
+    for name in ("tokenize", "chat_template", "tools"):
+        refusal(server, CHATS, dict(messages=CHAT, chat_template_kwargs={name: "x"}))
+    refusal(server, CHATS, dict(messages=CHAT, top_logprobs=2))
+
+
+def test_a_templates_variables_may_have_any_name_but_an_arguments(server):
+    """`self` and `work` are arguments of our own methods, and were a 500."""
+    own = {name: 1 for name in ("work", "func", "messages_", "")}
+    body = dict(messages=CHAT, max_tokens=1)
+    assert server.ask(CHATS, body | dict(chat_template_kwargs=own))[0] == 200
+    error = refusal(server, CHATS, body | dict(chat_template_kwargs={"self": 1}))
+    assert error["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("path, fields, param", [
+    (COMPLETIONS, dict(prompt=""), "prompt"), (COMPLETIONS, dict(prompt="\ud800"), "prompt"),
+    (COMPLETIONS, dict(prompt=[9999]), "prompt"), (COMPLETIONS, dict(prompt="a " * 3000), "prompt"),
+    (COMPLETIONS, dict(stop_token_ids=[5000]), "stop_token_ids"),
+    (COMPLETIONS, dict(logit_bias={"5000": 1}), "logit_bias"),
+    (COMPLETIONS, dict(structured_outputs={"regex": "("}), "structured_outputs"),
+    (COMPLETIONS, dict(response_format={"type": "json_schema", "json_schema": {
+        "schema": {"type": "nothing"}}}), "response_format"),
+    (CHATS, dict(messages=[{"role": "user", "content": "\ud800"}]), "messages"),
+    (CHATS, dict(messages=[{"role": "user", "content": None}]), "messages")])
+def test_the_field_to_blame_stands_by_itself(server, path, fields, param):
+    body = dict(prompt="x") if path == COMPLETIONS else dict(messages=CHAT)
+    assert refusal(server, path, body | fields)["param"] == param
+
+
+TOOL = dict(type="function", function=dict(name="f", parameters=dict(properties=dict(
+    x=dict(type="integer", minimum=None)))))
+
+
+@pytest.mark.parametrize("path, fields, said", [
+    (COMPLETIONS, dict(prompt=["a", 5]), "prompt.1: Input should be a valid string, got 5"),
+    (COMPLETIONS, dict(max_tokens="5"), "max_tokens: Input should be a valid integer, got '5'"),
+    (COMPLETIONS, dict(prompt=5), "prompt: "), (COMPLETIONS, dict(prompt=[]), "prompt: List"),
+    (COMPLETIONS, dict(stop=["a", 5]), "stop.1: "),
+    (CHATS, dict(tool_choice=dict(type="function")), "tool_choice.function: Field required"),
+    (CHATS, dict(tools=[dict(type="function", function={})]), "tools.0.function.name: Field requ"),
+    (CHATS, dict(tools=[TOOL], response_format=dict(type="text")), "tools: llguidance refuses"),
+    (CHATS, dict(response_format=dict(type="json_schema", json_schema=dict(schema=dict(
+        minimum=None)))), "response_format: llguidance refuses this: Expected f64")])
+def test_the_place_of_what_is_wrong_is_told(server, path, fields, said):
+    """And nothing that the client has not sent: no arm of a union, no grammar that was made."""
+    error = refusal(server, path, (dict(prompt="x") if path == COMPLETIONS else
+                                   dict(messages=CHAT)) | fields)
+    assert error["message"].startswith(said) and "\n" not in error["message"], error
+    assert error["param"] == said.split(":")[0].split(".")[0]
+
+
+def test_a_body_that_is_no_json_blames_no_field(server):
+    """But says where: the place is a number, which once stood there as the field's name."""
+    error = refusal(server, COMPLETIONS, b'{"prompt": 00}')
+    assert error["param"] is None and "no JSON from character 12 on" in error["message"]
+
+
+def test_an_answer_that_the_end_of_the_server_cuts_is_a_503():
+    """The web server cancels what takes longer than it may."""
+    class Http:
+        async def receive(self):
+            await asyncio.sleep(60)
+
+    async def cut():
+        task = asyncio.ensure_future(unless_gone(Http(), asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(EngineDeadError, match="--drain-seconds"):
+            await task
+    asyncio.run(cut())
+
+
+def test_a_stream_that_the_end_of_the_server_cuts_says_so_in_its_last_event():
+    """It broke off, and the server's log got a page of the web framework's lines."""
+    sent = []
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    async def endless():
+        while True:
+            yield b"data: {}\n\n"
+            await asyncio.sleep(0.001)
+
+    async def cut():
+        task = asyncio.ensure_future(EventStream(endless())(
+            {"type": "http", "asgi": {}}, receive, send))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await task
+    asyncio.run(cut())
+    assert b"--drain-seconds" in sent[-1]["body"] and not sent[-1]["more_body"]
+
+
+def test_an_unknown_model_or_path_is_a_404(server):
+    error = refusal(server, COMPLETIONS, dict(prompt="x", model="gpt-\ud800"), 404)
+    assert error["code"] == "model_not_found" and error["param"] == "model"
+    assert server.ask(COMPLETIONS, dict(prompt="x", model="other-name", max_tokens=1))[0] == 200
+    refusal(server, "/v1/files", {}, 404)
+    refusal(server, COMPLETIONS, None, 405)
+
+
+def test_a_probe_by_head_gets_the_status_alone(server):
+    for path in ("/health", "/ping", "/v1/models", "/v1/models/tested", "/metrics", "/trace"):
+        assert server.ask_raw(path, None, "HEAD") == (200, b"")
+    assert server.ask_raw("/v1/models/gpt", None, "HEAD") == (404, b"")
+    assert "head" not in server.ask("/openapi.json")[1]["paths"]["/health"]
+
+
+def test_a_number_without_end_is_refused(server):
+    """Python's JSON reads `Infinity`, and 1e999 is one."""
+    for number in (b"Infinity", b"1e999", b"NaN"):
+        error = refusal(server, COMPLETIONS, b'{"prompt": "x", "temperature": %s}' % number)
+        assert error["param"] == "temperature"
+
+
+def test_what_only_a_pooling_model_has_says_so(server):
+    for path, body in (("/v1/embeddings", dict(input="x")),
+                       ("/score", dict(text_1="x", text_2="y")),
+                       ("/rerank", dict(query="x", documents=["y"]))):
+        assert "--runner pooling" in refusal(server, path, body)["message"]
+
+
+def test_more_samples_than_there_is_room_for_are_refused(server):
+    assert refusal(server, COMPLETIONS, dict(prompt="x", n=16384))["param"] == "n"
+    assert refusal(server, COMPLETIONS, dict(prompt=["x"] * 33, n=2))["param"] == "n"
+
+
+# ------------------------------------------------------- those who go away, floods
+
+
+LONG = dict(prompt=PROMPT, max_tokens=2000, ignore_eos=True)
+
+
+@pytest.mark.parametrize("path, body", [
+    (COMPLETIONS, LONG | dict(stream=True)), (COMPLETIONS, LONG), (COMPLETIONS, LONG | dict(n=2)),
+    (CHATS, dict(messages=CHAT, ignore_eos=True)),
+    (CHATS, dict(messages=CHAT, ignore_eos=True, stream=True))])
+def test_a_client_that_goes_away_aborts_its_request(server, path, body):
+    """The fixture waits until nothing runs, which for whole texts would be long after."""
+    aborted = server.llm.metrics.num_finished["abort"]
+    with server.connection() as connection:
+        send(connection, path, body)
+        server.wait_until(lambda: server.llm.requests)
+        if body.get("stream"):
+            assert connection.getresponse().read(20)
+    server.wait_for_rest()  # the request goes first, and is counted within the same turn
+    assert server.llm.metrics.num_finished["abort"] == aborted + body.get("n", 1)
+
+
+def test_a_flood_ends_in_429(server):
+    """64 may be open: as many are, and one more is told to come back."""
+    with server.connection() as first, server.connection() as second:
+        send(first, COMPLETIONS, LONG | dict(prompt=[PROMPT] * 40))
+        send(second, COMPLETIONS, LONG | dict(prompt=[PROMPT] * 24, stream=True))
+        server.wait_until(lambda: server.app.num_open == 64)
+        error = refusal(server, COMPLETIONS, dict(prompt="x"), 429)
+        assert error["code"] == "rate_limit_exceeded"
+        assert server.ask("/health")[0] == 200
+
+
+# --------------------------------------------------------------- looking at it
+
+
+def test_the_server_says_what_it_is(server):
+    import nanoserve
+
+    assert server.ask("/version") == (200, {"version": nanoserve.__version__})
+    assert server.ask("/health") == (200, {"status": "ok"})
+    _, models = server.ask("/v1/models")
+    assert [model["id"] for model in models["data"]] == [NAME, "other-name"]
+    assert models["data"][0]["max_model_len"] == server.llm.config.max_model_len
+    _, schema = server.ask("/openapi.json")
+    assert set(schema["paths"]) == {
+        COMPLETIONS, CHATS, "/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score",
+        "/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/tokenizer_info",
+        "/v1/models", "/v1/models/{name}", "/health", "/ping", "/load", "/version", "/metrics",
+        "/trace", "/v2/embed", "/invocations", "/v1/responses", "/v1/messages",
+        "/v1/messages/count_tokens", "/v1/audio/transcriptions"}
+    [(kind, form)] = schema["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"][
+        "content"].items()
+    assert kind == "multipart/form-data" and form["schema"]["required"] == ["file"]
+    assert {"file", "model", "language", "temperature"} < set(form["schema"]["properties"])
+
+
+def test_the_step_trace_is_a_page_without_anybodys_words(server):
+    server.ask(COMPLETIONS, dict(prompt="A secret garden", max_tokens=3, temperature=0))
+    status, data = server.ask_raw("/trace")
+    html = data.decode()
+    assert status == 200 and html.startswith("<!") and "secret" not in html
+    assert '"frames":[{' in html

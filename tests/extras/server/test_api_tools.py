@@ -1,0 +1,347 @@
+"""Tools and thoughts over HTTP: by OpenAI's own client, and by bodies that are wrong.
+
+The bundled model can't call a tool by itself: a grammar makes it. So what `auto` reads is told by
+an engine that has been given its words.
+"""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from chat_templates import TEMPLATES
+from jsonschema import validate
+
+from nanoserve.frontend.outputs import CompletionOutput, RequestOutput
+from nanoserve_extras.server.answers import ChatAnswer
+from nanoserve_extras.server.protocol import MAX_SCHEMAS, MAX_TOOLS, ChatBody
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+WEATHER = dict(type="object", properties=dict(
+    city=dict(type="string", maxLength=8), days=dict(type="integer", minimum=0, maximum=9)),
+    required=["city", "days"], additionalProperties=False)
+STOP = dict(type="object", properties={}, additionalProperties=False)
+SCHEMAS = dict(weather=WEATHER, stop=STOP)
+TOOLS = [dict(type="function", function=dict(name=name, description="A tool.", parameters=schema))
+         for name, schema in SCHEMAS.items()]
+CHAT = [{"role": "user", "content": "What is the weather in Paris?"}]
+BODY = dict(messages=CHAT, tools=TOOLS, max_tokens=120, temperature=1.0, seed=5)
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client.chat.completions
+
+
+def named(name: str) -> dict:
+    return dict(type="function", function=dict(name=name))
+
+
+@pytest.mark.parametrize("choice", ["required", named("stop"), named("weather")])
+def test_a_call_that_is_asked_for_is_always_valid(client, choice):
+    answer = client.create(model="tested", tool_choice=choice, n=3, **BODY)
+    for one in answer.choices:
+        assert one.finish_reason == "tool_calls" and one.message.content is None
+        for call in one.message.tool_calls:
+            assert isinstance(choice, str) or call.function.name == choice["function"]["name"]
+            validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    ids = [call.id for one in answer.choices for call in one.message.tool_calls]
+    assert len(set(ids)) == len(ids)
+    assert all(len(one) == 9 and one.isalnum() for one in ids)  # what Mistral's templates want
+
+
+def test_streamed_and_whole_are_the_same(client):
+    asked = dict(model="tested", tool_choice="required", **BODY)
+    whole = client.create(**asked).choices[0].message.tool_calls
+    with client.stream(**asked) as stream:
+        told = stream.get_final_completion().choices[0]
+    assert told.finish_reason == "tool_calls" and not told.message.content
+    assert [one.function.to_dict() | {"parsed_arguments": None} for one in whole] == [
+        one.function.to_dict() | {"parsed_arguments": None} for one in told.message.tool_calls]
+    pieces = [piece.choices[0].delta for piece in client.create(stream=True, **asked)]
+    assert not any(piece.content for piece in pieces)
+
+
+def test_pydantic_models_as_tools_and_as_forms(client):
+    from pydantic import BaseModel, Field
+
+    class Weather(BaseModel):
+        city: str = Field(max_length=8)
+        sunny: bool
+
+    tool = openai.pydantic_function_tool(Weather)
+    answer = client.parse(model="tested", tool_choice="required", **BODY | dict(tools=[tool]))
+    assert isinstance(answer.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
+    answer = client.parse(model="tested", response_format=Weather, **BODY | dict(tools=[tool]))
+    message = answer.choices[0].message
+    assert isinstance(message.parsed, Weather) or message.tool_calls
+
+
+def test_one_call_where_only_one_is_wanted(client):
+    for seed in range(4):
+        asked = BODY | dict(seed=seed, tool_choice="required", parallel_tool_calls=False)
+        assert len(client.create(model="tested", **asked).choices[0].message.tool_calls) == 1
+
+
+def test_a_call_that_max_tokens_cuts_says_length(server):
+    for limit in (3, 14, 30, 36):
+        _, answer = server.ask(PATH, BODY | dict(tool_choice=named("weather"), max_tokens=limit))
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "length" and not choice["message"]["content"]
+        cut = "".join(call["function"]["arguments"] for call in choice["message"].get(
+            "tool_calls", ()))
+        assert '{"city": "'.startswith(cut[:10])
+
+
+def test_a_result_goes_back_through_the_template(server):
+    call = dict(id="call_1", type="function", function=dict(name="stop", arguments='{"x": 5}'))
+    chat = [*CHAT, dict(role="assistant", content=None, refusal=None, tool_calls=[call]),
+            dict(role="tool", tool_call_id="call_1", content="It was stopped.")]
+    status, read = server.ask("/tokenize", dict(messages=chat, tools=TOOLS))
+    text = server.llm.tokenizer.decode(read["tokens"])
+    assert status == 200 and '<tool_call>\n{"name": "stop", "arguments": {"x": 5}}' in text
+    assert "It was stopped." in text and '"name": "weather"' in text
+    _, read = server.ask("/tokenize", dict(messages=chat, tools=TOOLS, tool_choice="none"))
+    assert '"name": "weather"' not in server.llm.tokenizer.decode(read["tokens"])
+
+
+def test_none_and_auto_leave_the_answer_to_the_model(server):
+    for choice in ("none", "auto", None):
+        status, answer = server.ask(PATH, BODY | dict(tool_choice=choice, max_tokens=8))
+        [choice] = answer["choices"]
+        assert status == 200 and choice["message"]["content"]
+        assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "length"
+
+
+def function(**more) -> dict:
+    return dict(type="function", function=dict(name="f") | more)
+
+
+@pytest.mark.parametrize(("wrong", "param", "said"), [
+    (dict(tools=[function(), function()]), "tools", "there twice"),
+    (dict(tools=[function(name="a b")]), "tools", "pattern"),
+    (dict(tools=[dict(type="web_search")]), "tools", "'function'"),
+    (dict(tools=[function(name=f"f{i}") for i in range(MAX_TOOLS + 1)]), "tools", "at most 128"),
+    (dict(tools=[function(parameters=dict(properties={"x" * (MAX_SCHEMAS - 20): {}}))]), "tools",
+     "are the most"),
+    (dict(tools=[function(parameters=dict(properties=5))]), "tools", "properties"),
+    (dict(tools=[function(parameters=dict(properties=dict(x=dict(type="spoon"))))]), "tools",
+     "spoon"),
+    (dict(tools=[function(parameters=dict(properties=dict(x={}), required=["x", {}]))]), "tools",
+     "schema"),
+    (dict(tool_choice=named("unknown")), "tool_choice", "weather, stop"),
+    (dict(tool_choice="required", tools=None), "tool_choice", "there are none"),
+    (dict(tool_choice="sometimes"), "tool_choice", "required"),
+    (dict(structured_outputs=dict(regex="a+")), "structured_outputs", "only json"),
+    (dict(functions=[dict(name="f")]), "functions", "use tools"),
+])
+def test_what_is_wrong_is_said(server, wrong, param, said):
+    server.app.max_body_bytes, before = 10 ** 6, server.app.max_body_bytes
+    status, answer = server.ask(PATH, BODY | wrong)
+    server.app.max_body_bytes = before
+    assert status == 400 and said in answer["error"]["message"], answer
+    assert answer["error"]["param"] == param
+
+
+def told(body: ChatBody, template: str, words: list[str], ended: str = "stop",
+         stream: bool = False, stopped: str | None = None):
+    """What a client gets of a model that writes these words."""
+    from test_tools import FORMATS
+
+    from nanoserve_extras.server.tools import Reader
+    request = SimpleNamespace(
+        request_id="0", prompt_token_ids=[1], prompt="",
+        tokenizer=SimpleNamespace(decode=lambda ids: "".join(words[i] for i in ids)))
+    answer = ChatAnswer(body, [request], "model", "id")
+    answer.readers = [Reader(FORMATS[template], body.schemas(), "", body.parallel_tool_calls is
+                             False) for _ in range(body.num_samples)]
+
+    async def outputs():
+        for i, word in enumerate(words if body.stream else ["".join(words)]):
+            last = i == len(words) - 1 or not body.stream
+            token_ids = [i] if body.stream else list(range(len(words)))
+            yield RequestOutput("0", "", [1], None, [CompletionOutput(
+                0, word, token_ids, finish_reason=ended if last else None,
+                stop_reason=stopped if last else None)], last)
+
+    async def pieces():
+        return [piece async for piece in answer.pieces(outputs())]
+    return asyncio.run(pieces() if body.stream else answer.whole(outputs()))
+
+
+WORDS = list("I will look.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+             "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function="
+             "stop>\n</function>\n</tool_call>")
+CALLS = [("weather", dict(city="Rome", days=2)), ("stop", {})]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thought_answer_and_calls_of_one_text(stream):
+    body = ChatBody(**BODY, stream=stream)
+    words = ["It ", "asks.\n</thi", "nk>\n", "\n", *WORDS]
+    got = told(body, "Qwen3.5", words)
+    if stream:
+        choices = [event["choices"][0] for event in got]
+        deltas = [choice["delta"] for choice in choices]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [call.pop("index") for call in calls] == [0, 1]
+        message = {key: "".join(delta.get(key) or "" for delta in deltas)
+                   for key in ("content", "reasoning_content", "reasoning")}
+    else:
+        choices, message = got["choices"], got["choices"][0]["message"]
+        calls = message["tool_calls"]
+    assert message["content"] == "I will look."
+    assert message["reasoning_content"] == message["reasoning"] == "It asks."  # vLLM's name, too
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in calls] == CALLS
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("template", "words", "count"), [
+    ("Qwen3.5", ["It ", "asks", ".\n", "</thi", "nk>", "\n", "Yes"], 3),  # begun by the prompt
+    ("Qwen3", ["<think>", "\n", "It ", "asks", "</think>", "Yes", "."], 3),
+    ("Qwen3", ["<th", "ink>", "It ", "asks"], 2), ("Qwen3", ["Yes", "."], 0),
+    ("Qwen3.5", ["</think>", "Yes"], 0), ("Qwen2.5", ["Yes", "."], 0)])
+def test_the_tokens_of_a_thought_are_counted(template, words, count, stream):
+    """Each word is a token here; marks are no thought."""
+    options = dict(include_usage=True, continuous_usage_stats=True) if stream else None
+    body = ChatBody(messages=CHAT, stream=stream, stream_options=options)
+    got = told(body, template, words, "length")
+    usage = got[-1]["usage"] if stream else got["usage"]
+    assert usage["completion_tokens"] == len(words)
+    assert usage["completion_tokens_details"] == dict(reasoning_tokens=count)
+
+
+def test_a_thought_that_the_prompt_has_ended_has_no_tokens():
+    """As with `enable_thinking: false`: no mark is in the text."""
+    from test_tools import FORMATS
+    form, words = FORMATS["Qwen3"], ["Yes", ".", " Sure"]
+    reader = form.reader({}, form.header + "<think>\n\n</think>\n\n")
+    assert reader.feed("".join(words), "stop").said == "Yes. Sure"
+    assert reader.count_thought([0, 1, 2], lambda ids: "".join(words[i] for i in ids)) == 0
+
+
+def test_a_thought_may_be_left_out_and_may_never_end():
+    body = ChatBody(**BODY, include_reasoning=False)
+    message = told(body, "Qwen3.5", ["Hm.</think>Yes."])["choices"][0]["message"]
+    assert message == dict(role="assistant", refusal=None, content="Yes.")
+    choice = told(ChatBody(**BODY), "Qwen3.5", ["Hm. Hm."], "length")["choices"][0]
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "length"
+    assert choice["message"]["reasoning_content"] == "Hm. Hm."
+
+
+def test_a_stop_string_within_a_call_cuts_it(server):
+    for stop in ("</tool", "\n"):
+        _, answer = server.ask(PATH, BODY | dict(tool_choice=named("stop"), stop=[stop]))
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "stop" and not choice["message"]["content"]
+        calls = choice["message"].get("tool_calls", [])
+        assert [call["function"]["arguments"] for call in calls] == ["{}"] * (stop == "</tool")
+    body = ChatBody(**BODY)
+    for name in ("stop", "unknown"):
+        text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        [choice] = told(body, "Qwen2.5", [text, " So"], stopped="So")["choices"]
+        assert choice["finish_reason"] == ("tool_calls" if name == "stop" else "stop")
+
+
+def test_of_calls_that_nobody_wants_the_first_stays():
+    body = ChatBody(**BODY, parallel_tool_calls=False)
+    message = told(body, "Qwen3.5", ["</think>", *WORDS])["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+
+
+def test_what_a_thinking_model_is_kept_to(server):
+    """JSON comes behind the thought; what is no JSON begins at once, and is all answer."""
+    from nanoserve import SamplingParams
+    from nanoserve_extras.server.tool_grammar import Turns
+    turns, header = Turns(server.llm, TEMPLATES["Qwen3.5"]), "<|im_start|>assistant\n<think>\n"
+    for form, thinks in ((dict(json_object=True), True), (dict(json='{"type": "object"}'), True),
+                         (dict(regex="a+"), False), (dict(choice=["a"]), False)):
+        body = ChatBody(messages=CHAT, structured_outputs=form)
+        params = turns.params(body, SamplingParams(structured_outputs=form), header)
+        assert ("grammar" in params.structured_outputs) == thinks
+        assert (turns.reader(body, header) is not None) == thinks
+    free = turns.params(ChatBody(messages=CHAT), SamplingParams(), header)
+    assert free.structured_outputs is None
+
+
+def test_without_the_library_auto_is_read_and_required_is_refused(server, monkeypatch):
+    from nanoserve_extras.server import tool_grammar
+    from nanoserve_extras.structured import structured
+
+    def missing():
+        raise ValueError("structured_outputs needs the library llguidance: pip install it")
+    monkeypatch.setattr(tool_grammar, "find_spec", lambda name: None)
+    status, _ = server.ask(PATH, BODY | dict(max_tokens=3))
+    assert status == 200
+    monkeypatch.setattr(structured.Grammars, "compile", lambda *_: missing())
+    assert server.ask(PATH, BODY | dict(max_tokens=3))[0] == 200
+    status, answer = server.ask(PATH, BODY | dict(tool_choice="required"))
+    assert status == 400 and "pip install" in answer["error"]["message"]
+    assert answer["error"]["param"] == "tools"
+
+
+def test_a_template_without_calls_has_its_tools_refused(server):
+    from nanoserve_extras.server.tool_grammar import Turns
+    turns = Turns(server.llm, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert "does not write them" in turns.form.why
+    assert Turns(server.llm, TEMPLATES["Qwen3"]).form.why == ""
+
+
+MANY = "{%% for i in range(99999) %%}{%% for j in range(99999) %%}%s{%% endfor %%}{%% endfor %%}"
+
+
+@pytest.mark.parametrize("template", [
+    "{% if tools %}" + MANY % "" + "{% endif %}", MANY % ("x" * 1000), "{{ 'a' * 10**10 }}",
+    "{% set n = namespace(x='aa') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}"])
+def test_a_template_without_end_is_refused_and_the_server_goes_on(server, monkeypatch, template):
+    """It comes with the model, and was rendered at the start without a bound."""
+    from nanoserve_extras.server import tool_grammar
+    monkeypatch.setattr(tool_grammar, "CPU_SECONDS", 1)
+    before = server.llm.tokenizer.apply_chat_template
+    with pytest.raises(ValueError, match="chat template takes more than .*--chat-template"):
+        tool_grammar.Turns(server.llm, template + TEMPLATES["Qwen3"])
+    assert server.llm.tokenizer.apply_chat_template == before
+    assert server.ask(PATH, BODY | dict(max_tokens=3))[0] == 200
+
+
+def test_offline_tools_are_shown_to_the_template_and_calls_are_read(server):
+    from nanoserve import SamplingParams
+    from nanoserve_extras.server.tool_grammar import Turns
+    llm, text = server.llm, '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    params = SamplingParams(max_tokens=60, structured_outputs=dict(choice=[text]))
+    [output] = llm.chat(CHAT, params, use_tqdm=False, tools=TOOLS)
+    assert output.prompt == llm.tokenizer.apply_chat_template(
+        CHAT, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    [sample] = output.outputs
+    piece = Turns(llm).form.reader(SCHEMAS, output.prompt).feed(sample.text, sample.finish_reason)
+    assert [call.name for call in piece.calls] == ["stop"] and piece.said == ""
+
+
+def test_calls_survive_overlap_drafts_and_preemption():
+    """The same seed gives the same call, whatever runs beside it."""
+    from nanoserve import LLM, SamplingParams
+    from nanoserve_extras.server.tool_grammar import Turns
+    body = ChatBody(**BODY | dict(tool_choice="required", parallel_tool_calls=False))
+    told = []
+    for options in ({}, dict(async_scheduling=True), dict(num_gpu_blocks_override=30),
+                    dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))):
+        with LLM(dtype="float32", max_num_seqs=4, **dict(num_gpu_blocks_override=200) | options
+                 ) as llm:
+            turns = Turns(llm)
+            prompt = llm.inputs.render_chat(CHAT, **body.template_options())
+            params = [turns.params(body, SamplingParams(max_tokens=110, seed=i, temperature=0),
+                                   prompt["prompt"]) for i in range(4)]
+            outputs = llm.generate([prompt] * 4, params, use_tqdm=False)
+            told.append([output.outputs[0].text for output in outputs])
+            for [text] in zip(told[-1], strict=True):
+                [call] = turns.form.reader(body.schemas(), "").feed(text, "stop").calls
+                validate(json.loads(call.arguments), SCHEMAS[call.name])
+            if "num_gpu_blocks_override" in options:
+                assert sum(output.metrics.num_preemptions for output in outputs)
+    assert told[1:] == told[:1] * 3

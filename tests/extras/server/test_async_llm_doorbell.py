@@ -1,0 +1,76 @@
+"""How an event loop is told of news: once for all readers, and no more often than it has time for.
+
+The loop is a stub that notes what it is asked for, so no time is measured.
+"""
+
+import asyncio
+
+import pytest
+
+from nanoserve_extras.server.async_llm import Doorbell, Reader
+
+
+class Loop:
+    """Notes who wants to be called, and when; `run` calls them."""
+
+    def __init__(self):
+        self.soon, self.later, self.closed = [], [], False
+
+    def call_soon_threadsafe(self, callback):
+        if self.closed:
+            raise RuntimeError("Event loop is closed")
+        self.soon.append(callback)
+
+    def call_later(self, delay, callback):
+        self.later.append((delay, callback))
+
+    def run(self):
+        callbacks, self.soon = self.soon, []
+        for callback in callbacks:
+            callback()
+
+    def wake_from_rest(self) -> float:
+        [(delay, callback)], self.later = self.later, []
+        callback()
+        return delay
+
+
+@pytest.fixture
+def bell() -> Doorbell:
+    return Doorbell(Loop(), pace=100)
+
+
+def readers(bell: Doorbell, count: int) -> list[Reader]:
+    async def make():  # an asyncio.Event wants a loop in older Pythons
+        return [Reader(bell) for _ in range(count)]
+    return asyncio.run(make())
+
+
+def test_a_loop_is_woken_once_for_all_readers_of_a_step(bell):
+    some = readers(bell, 20)
+    for reader in some:
+        bell.ring(reader)
+    assert len(bell.loop.soon) == 1
+    bell.loop.run()
+    assert all(reader.news.is_set() for reader in some)
+
+
+def test_it_rests_as_long_as_its_pace_says_and_then_looks_again(bell):
+    some = readers(bell, 20)
+    for reader in some:
+        bell.ring(reader)
+    bell.loop.run()
+    for reader in some:
+        reader.news.clear()
+        bell.ring(reader)
+    assert not bell.loop.soon and not some[0].news.is_set()
+    assert bell.loop.wake_from_rest() == 0.2  # 20 readers at 100 a second
+    assert all(reader.news.is_set() for reader in some)
+    assert bell.loop.wake_from_rest() == 0.2 and not bell.loop.later  # nobody came: it is at rest
+    bell.ring(some[0])
+    assert len(bell.loop.soon) == 1
+
+
+def test_a_closed_loop_is_no_error(bell):
+    bell.loop.closed = True
+    bell.ring(readers(bell, 1)[0])

@@ -1,0 +1,135 @@
+"""What stands in front of the endpoints: keys, and limits for bodies and for open requests.
+
+The application behind the guard is one of three lines, and messages are handed over by hand: no
+model, no port. That a key's comparison takes constant time is hmac's promise, which is looked for.
+"""
+
+import asyncio
+import hmac
+import json
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from nanoserve_extras.server import guard as module  # noqa: E402
+from nanoserve_extras.server.errors import BadRequest  # noqa: E402
+from nanoserve_extras.server.guard import OPEN_PATHS, Guard  # noqa: E402
+
+
+class Echo:
+    """Answers with the body it got; `hold` keeps requests open."""
+
+    def __init__(self, hold: asyncio.Event | None = None):
+        self.hold, self.bodies = hold, []
+
+    async def __call__(self, scope, receive, send):
+        self.bodies.append((await receive()).get("body"))
+        if self.hold:
+            await self.hold.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+async def ask(app, path="/v1/completions", pieces=(b"body",), method="POST", **headers):
+    """Status, the error and the headers of one request, whose body comes in pieces."""
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages.append({"type": "http.request", "body": b"", "more_body": False})
+    sent, left = [], iter(messages)
+
+    async def receive():
+        return next(left, {"type": "http.disconnect"})
+
+    async def send(message):
+        sent.append(message)
+    scope = {"type": "http", "path": path, "method": method,
+             "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    await app(scope, receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"]).get("error"), dict(sent[0]["headers"])
+
+
+def run(*args, **kinds):
+    return asyncio.run(ask(*args, **kinds))
+
+
+def test_without_keys_everybody_comes_in():
+    assert run(Guard(Echo()))[0] == 200
+
+
+@pytest.mark.parametrize("header, status", [
+    ("Bearer right", 200), ("bearer right", 200), ("Bearer second", 200), ("Bearer wrong", 401),
+    ("Bearer", 401), ("Basic right", 401), ("right", 401), ("Bearer right2", 401),
+    ("Bearer r\u00efght", 401), ("Bearer right second", 401)])
+def test_a_key_is_asked_for(header, status):
+    app = Guard(Echo(), api_keys=["right", "second"])
+    found, error, headers = run(app, authorization=header)
+    assert found == status
+    if status == 401:
+        assert error["code"] == "invalid_api_key" and "Bearer" in error["message"]
+        assert headers[b"www-authenticate"] == b"Bearer" and app.app.bodies == []
+
+
+def test_no_key_is_a_wrong_key_and_some_paths_need_none():
+    app = Guard(Echo(), api_keys=["right"])
+    assert run(app)[0] == run(app, "/trace", method="GET")[0] == 401
+    assert run(app, "/v1/models", method="GET")[0] == 401
+    for path in OPEN_PATHS:
+        assert run(app, path, method="GET")[0] == 200
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch):
+    """hmac's function, with digests of one length, once for each key, whichever is right."""
+    seen = []
+
+    def compare(a, b):
+        seen.append((len(a), len(b)))
+        return hmac.compare_digest(a, b)
+    monkeypatch.setattr(module, "hmac", type("", (), dict(compare_digest=staticmethod(compare))))
+    for key in ("first", "third", "a much longer key that is wrong"):
+        seen.clear()
+        run(Guard(Echo(), api_keys=["first", "second", "third"]), authorization=f"Bearer {key}")
+        assert seen == [(32, 32)] * 3
+
+
+def test_bodies_have_a_limit_whatever_they_claim():
+    app = Guard(Echo(), max_body_bytes=100)
+    assert run(app, pieces=[b"x" * 50] * 2)[0] == 200 and app.app.bodies == [b"x" * 100]
+    for length in ({}, {"content-length": "3"}, {"content-length": "102"}):
+        status, error, _ = run(app, pieces=[b"x" * 51] * 2, **length)
+        assert status == 413 and "100 bytes" in error["message"]
+    assert run(app, pieces=[b"x" * 60] * 1000)[0] == 413  # no end of it is waited for, ...
+    assert run(app, pieces=[], **{"content-length": "10000"})[0] == 413  # ... and no beginning
+    assert len(app.app.bodies) == 1 and app.num_open == 0
+
+
+def test_a_flood_is_told_to_come_back():
+    async def flood():
+        app = Guard(Echo(asyncio.Event()), max_requests=3)
+        waiting = [asyncio.create_task(ask(app)) for _ in range(3)]
+        await asyncio.sleep(0)
+        status, error, headers = await ask(app)
+        assert status == 429 and "--max-requests" in error["message"]
+        assert headers[b"retry-after"] == b"1" and len(app.app.bodies) == 3
+        waiting[0].cancel()
+        app.app.hold.set()
+        done = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [one[0] for one in done[1:]] == [200, 200]
+        assert app.num_open == 0 and (await ask(app))[0] == 200
+    asyncio.run(flood())
+
+
+def test_a_ticket_widens_to_the_samples_that_are_wanted():
+    app = Guard(Echo(), max_requests=10)
+    ticket = module.Ticket(app)
+    ticket.widen(8)
+    assert app.num_open == 8
+    other = module.Ticket(app)
+    with pytest.raises(BadRequest) as caught:
+        other.widen(3)
+    assert caught.value.status == 429
+    with pytest.raises(BadRequest) as caught:
+        other.widen(11)
+    assert caught.value.status == 400 and caught.value.param == "n"
+    other.give_back()
+    ticket.give_back()
+    assert app.num_open == 0

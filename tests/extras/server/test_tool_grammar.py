@@ -1,0 +1,174 @@
+"""The grammar of calls: what it lets through, and what comes of it.
+
+Oracles: the templates (what they write is let through), the reader and jsonschema (whatever a
+grammar lets a random model write is a call, or an answer, that is right).
+"""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from chat_templates import TEMPLATES
+from jsonschema import validate
+from test_tools import FORMATS, calls_of, every_format, read, tool, written
+
+from nanoserve.llm import BUNDLED_MODEL
+from nanoserve_extras.server.tool_grammar import ToolGrammar
+from nanoserve_extras.server.tools import Piece, Reader
+from nanoserve_extras.structured.structured import Grammars, StructuredOutputsParams
+
+pytest.importorskip("llguidance")
+DEEP = dict(type="object", properties=dict(of=dict(type="string", maxLength=3),
+                                           ok=dict(type="boolean")), required=["of", "ok"])
+SCHEMAS = {
+    "get": dict(type="object", properties=dict(
+        city=dict(type="string", maxLength=5), days=dict(type="integer", minimum=0, maximum=9),
+        unit=dict(enum=["C", "F", None])), required=["city", "unit"]),
+    "get_all": dict(type="object", properties=dict(
+        deep={"$ref": "#/$defs/deep"}, tags=dict(type="array", items=dict(enum=["a", "b c"]),
+                                                 maxItems=2)),
+        required=["deep"], additionalProperties=False, **{"$defs": dict(deep=DEEP)}),
+    "stop": dict(type="object", additionalProperties=False)}
+ANSWER = dict(type="object", properties=dict(yes=dict(type="boolean")), required=["yes"])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    marks = set(re.findall(r"<\|[^<>|]+\|?>|<\w+\|>|<\|\"\|>|<｜[^<>]+｜>|\[[A-Z_]+\]",
+                           "".join(TEMPLATES.values())))
+    tokenizer.add_special_tokens(dict(additional_special_tokens=sorted(marks)))
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def special(tokenizer) -> dict[str, int]:
+    return {one.content: i for i, one in tokenizer.added_tokens_decoder.items()}
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer) -> Grammars:
+    return Grammars(tokenizer, len(tokenizer))
+
+
+def matcher(grammars, special, name: str, prompt: str = "", required=False, one=False, answer=None,
+            schemas: dict | None = None):
+    start = Reader(FORMATS[name], SCHEMAS if schemas is None else schemas, prompt)
+    text = ToolGrammar(FORMATS[name], start.schemas, special).text(start, required, one, answer)
+    return grammars.compile(StructuredOutputsParams(grammar=text),
+                            frozenset([0])).compiled.deep_copy()
+
+
+@every_format
+def test_what_the_template_writes_is_let_through(name, grammars, special, tokenizer):
+    calls = [("get", dict(city="Rome", days=3, unit="C")), ("stop", {}),
+             ("get_all", dict(deep=dict(of="x", ok=True), tags=["a", "b c"]))]
+    if name.startswith("LFM"):  # which writes lists as Python does
+        calls[2][1]["deep"] = dict(of="x", ok=False)
+        del calls[2][1]["tags"]
+    calls = calls if FORMATS[name].between else calls[:1]
+    prompt, text = written(name, [tool(*one) for one in SCHEMAS.items()],
+                           tool_calls=calls_of(*calls))
+    if Reader(FORMATS[name], {}, prompt).state == "thinks":
+        text = "Hm." + text
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for options in (dict(required=True), dict(), dict(answer=ANSWER)):
+        one = matcher(grammars, special, name, prompt, **options)
+        assert one.try_consume_tokens(ids) == len(ids), text
+        assert one.is_accepting()
+
+
+def random_text(one, tokenizer, rng: random.Random, begun: str = "") -> str:
+    """What a model without a mind of its own writes, kept to the grammar."""
+    ids = tokenizer.encode(begun, add_special_tokens=False)
+    assert one.try_consume_tokens(ids) == len(ids)
+    for _ in range(300):
+        allowed = np.unpackbits(np.frombuffer(one.compute_bitmask(), dtype=np.uint8),
+                                bitorder="little")[:len(tokenizer) + 1].nonzero()[0].tolist()
+        assert not one.is_error() and allowed, one.get_error()
+        if one.is_accepting() and (len(allowed) == 1 or rng.random() < 0.5):
+            return tokenizer.decode(ids)
+        marks = [token for token in allowed if token > 4095 and token < len(tokenizer)]
+        ids.append(rng.choice(marks if marks and rng.random() < 0.5 else [
+            token for token in allowed if token < len(tokenizer)]))
+        assert one.consume_token(ids[-1])
+    return ""
+
+
+@every_format
+def test_whatever_the_grammar_lets_through_is_a_valid_call(name, grammars, special, tokenizer):
+    rng, form, seen = random.Random(5), FORMATS[name], set()
+    header = form.header if form.header else ""
+    compiled = matcher(grammars, special, name, header, required=True)
+    for _ in range(9):
+        text = random_text(compiled.deep_copy(), tokenizer, rng)
+        piece = read(Reader(form, SCHEMAS, header), text, [3, 20])
+        assert (piece.calls and not piece.said) or not text, text
+        for call in piece.calls:
+            validate(json.loads(call.arguments), SCHEMAS[call.name])
+            seen.add(call.name)
+    assert seen == set(SCHEMAS)
+
+
+@every_format
+def test_behind_the_trigger_no_name_is_invented(name, grammars, special, tokenizer):
+    form = FORMATS[name]
+    thought = "Hm." + form.thought if not form.think and form.thought else ""
+    said = form.say + "Let me see." if not form.say else ""
+    one = matcher(grammars, special, name, form.header, one=True)
+    text = thought + said + (form.gap if form.say else "") + form.open
+    rng = random.Random(3)
+    for _ in range(3):
+        piece = read(Reader(form, SCHEMAS, form.header), random_text(
+            one.deep_copy(), tokenizer, rng, text))
+        assert [call.name in SCHEMAS for call in piece.calls] == [True] or not piece.calls
+    assert not one.deep_copy().try_consume_tokens(tokenizer.encode(
+        text + "zzz", add_special_tokens=False)) == len(tokenizer.encode(text + "zzz"))
+    said = tokenizer.encode(thought + form.say + "No call.", add_special_tokens=False)
+    assert one.try_consume_tokens(said) == len(said) and one.is_accepting()
+
+
+@every_format
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_an_answer_has_its_form_behind_the_thought(name, with_tools, grammars, special, tokenizer):
+    form, rng = FORMATS[name], random.Random(8)
+    schemas = SCHEMAS if with_tools else {}
+    one = matcher(grammars, special, name, form.header, answer=ANSWER, schemas=schemas)
+    for _ in range(4):
+        text = random_text(one.deep_copy(), tokenizer, rng)
+        piece = read(Reader(form, schemas, form.header), text)
+        if text and not piece.calls:
+            assert piece.said, text
+            validate(json.loads(piece.said), ANSWER)
+    text = (("Hm." + form.thought) if form.thought and not form.think else "") + form.say
+    ids = tokenizer.encode(text + '{"yes": true}', add_special_tokens=False)
+    assert one.try_consume_tokens(ids) == len(ids) and one.is_accepting()
+    thought = "Hm." if form.thought and not form.think else ""
+    assert read(Reader(form, schemas, form.header), tokenizer.decode(ids)) == Piece(
+        thought, '{"yes": true}', [])
+
+
+@pytest.mark.parametrize(("name", "more", "said"), [
+    ("Qwen3.5", dict(pattern="^[a-z]+$"), "'x' has a pattern"),
+    ("Qwen2.5", dict(type="object", propertyNames=dict(minLength=2)), "propertyNames")])
+def test_what_can_not_be_kept_to_is_refused_only_where_a_call_is_required(name, more, said,
+                                                                          grammars, special):
+    """Claude Code sends `propertyNames` with every request."""
+    schemas = dict(f=dict(type="object", properties=dict(x=dict(type="string") | more)))
+    assert matcher(grammars, special, name, schemas=schemas)
+    with pytest.raises(ValueError, match=said):
+        matcher(grammars, special, name, required=True, schemas=schemas)
+
+
+def test_a_schema_that_grows_without_end_meets_a_bound():
+    """Each refers twice to the next: 2^40 places in all, in a format that writes out each."""
+    defs = {f"d{i}": dict(type="object", properties=dict.fromkeys(
+        "ab", {"$ref": f"#/$defs/d{i + 1}"})) for i in range(40)}
+    schema = {"$ref": "#/$defs/d0", "$defs": defs, "properties": dict(x={"$ref": "#/$defs/d0"})}
+    reader = Reader(FORMATS["Gemma 4"], dict(f=schema), "")
+    with pytest.raises(ValueError, match="shorten|deep"):
+        ToolGrammar(FORMATS["Gemma 4"], dict(f=schema), {}).text(reader, True, False, None)

@@ -1,0 +1,320 @@
+"""The format of calls and thoughts, derived from a template, and what is read with it.
+
+Oracles: the template itself (what it writes must come back equal), and texts written by hand.
+"""
+
+import json
+from functools import partial
+
+import pytest
+from chat_templates import ENDS, NEMOTRON_2, TEMPLATES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from nanoserve import SamplingParams
+from nanoserve.frontend.detokenizer import Detokenizer
+from nanoserve.frontend.messages import render_messages
+from nanoserve_extras.server.tool_format import derive
+from nanoserve_extras.server.tools import Call, Piece, Reader
+
+ASKED = [{"role": "user", "content": "What now?"}]
+TYPES = {"string": st.text(max_size=12) | st.sampled_from(
+    ["</tool_call>", 'a "b" \'c\'', "\n\n x ", "</think>", "\\n", "日本, ü)]", "{'a': 1}", "5",
+     "null"]),
+    "integer": st.integers(-10**6, 10**6), "boolean": st.booleans(),
+    "number": st.integers(-99, 99) | st.floats(-1e6, 1e6).filter(lambda x: x % 1)}
+NESTED = st.recursive(st.none() | st.booleans() | st.integers(-99, 99) | TYPES["string"],
+                      lambda inner: st.lists(inner, max_size=2) | st.dictionaries(
+                          st.text("abc_", min_size=1, max_size=4), inner, max_size=2), max_leaves=5)
+
+
+def renderer(template: str):
+    def once(messages, **options):
+        return render_jinja_template([messages], chat_template=template, bos_token="<s>",
+                                     **options)[0][0]
+    return lambda messages, **options: render_messages(messages, partial(once, **options))
+
+
+FORMATS = {name: derive(renderer(template), list(ENDS)) for name, template in TEMPLATES.items()}
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def written(name: str, tools: list = (), **turn) -> tuple[str, str]:
+    """The prompt, and what the template writes behind it, up to the token that ends it."""
+    render = renderer(TEMPLATES[name])
+    whole = render([*ASKED, {"role": "assistant", "content": ""} | turn], tools=tools)
+    header, begun = FORMATS[name].header, render(ASKED, tools=tools, add_generation_prompt=True)
+    at = whole.index(header, whole.index("now?") + 4) + len(header or "[/INST]")
+    if whole.startswith(begun):
+        at = len(begun)
+    prompt, text = whole[:at], whole[at:]
+    for end in ENDS:
+        text = text.partition(end)[0]
+    return prompt, text
+
+
+def tool(name: str, schema: dict) -> dict:
+    return {"type": "function", "function": dict(name=name, parameters=schema)}
+
+
+def calls_of(*calls: tuple[str, dict]) -> list[dict]:
+    return [{"id": f"used{i:05}", "type": "function", "function": dict(
+        name=name, arguments=arguments)} for i, (name, arguments) in enumerate(calls)]
+
+
+def read(reader: Reader, text: str, cuts: list[int] = (), ended: str = "stop") -> Piece:
+    """The text in pieces, joined again."""
+    whole, ends = Piece(), [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    pieces = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    for i, piece in enumerate(pieces):
+        news = reader.feed(piece, ended if i == len(pieces) - 1 else None)
+        whole = Piece(whole.thought + news.thought, whole.said + news.said,
+                      whole.calls + news.calls)
+    return whole
+
+
+@st.composite
+def called(draw) -> tuple[dict, dict]:
+    """A schema, and arguments that it allows."""
+    names = draw(st.lists(st.text("abc_xyz", min_size=1, max_size=6), max_size=3, unique=True))
+    kinds = {name: draw(st.sampled_from([*TYPES, "object", "array"])) for name in names}
+    arguments = {}
+    for name, kind in kinds.items():
+        if draw(st.booleans()):
+            arguments[name] = draw({**TYPES, "array": st.lists(NESTED, max_size=2),
+                                    "object": st.dictionaries(st.text(
+                                        "abc_", min_size=1, max_size=4), NESTED, max_size=2)}[kind])
+    return dict(type="object", properties={name: dict(type=kind) for name, kind in kinds.items()},
+                required=list(arguments)), arguments
+
+
+def is_plain(name: str, value) -> bool:
+    """Whether the format has an unambiguous way to write the value. Between markers a text can't
+    hold the marker; Python's lists are not JSON's in LFM's."""
+    form, text = FORMATS[name], json.dumps(value, ensure_ascii=False)
+    if form.is_json:
+        return True
+    held = [mark.strip() for mark in (form.close, form.text[1], form.value[1], *(
+        ["<|\"|>"] if form.is_marked else []))]
+    if any(mark and mark in text for mark in held) or "\r" in text or "\\u" in text:
+        return False
+    if name.startswith("LFM") and isinstance(value, (list, float, bool)):
+        return not any(mark in text for mark in "'\"") and "\\" not in text
+    return name != "LFM2.5" or not isinstance(value, str) or not set(value) & set("'=,)")
+
+
+@every_format
+def test_every_template_of_today_is_derived_and_proved(name):
+    assert FORMATS[name].why == ""
+    assert bool(FORMATS[name].between) == (name not in ("gpt-oss", "Llama 3.1"))
+
+
+@every_format
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_calls_come_back_as_the_template_wrote_them(name, data):
+    many = 1 if not FORMATS[name].between else data.draw(st.integers(1, 2))
+    drawn = [data.draw(called()) for _ in range(many)]
+    for _, arguments in drawn:
+        for key in [key for key, value in arguments.items() if not is_plain(name, value)]:
+            del arguments[key]
+    names = ["get_it", "get"][:many]
+    schemas = {name: schema for name, (schema, _) in zip(names, drawn, strict=True)}
+    calls = [(name, arguments) for name, (_, arguments) in zip(names, drawn, strict=True)]
+    prompt, text = written(name, [tool(*one) for one in schemas.items()],
+                           tool_calls=calls_of(*calls))
+    cuts = data.draw(st.lists(st.integers(0, 500), max_size=9))
+    piece = read(Reader(FORMATS[name], schemas, prompt), text, cuts)
+    assert [(call.name, json.loads(call.arguments)) for call in piece.calls] == calls
+    assert piece.said.strip() == ""
+
+
+@every_format
+@settings(max_examples=12, deadline=None)
+@given(text=st.text("ab <>\n{[t/", min_size=1, max_size=20).map(lambda text: f"x{text}x"),
+       thought=st.text("ab <>\n{[t/", max_size=20).map(lambda text: f"y{text}y"),
+       cuts=st.lists(st.integers(0, 99), max_size=9), with_tools=st.booleans())
+def test_thoughts_and_answers_come_back(name, text, thought, cuts, with_tools):
+    form = FORMATS[name]
+    prompt, whole = written(name, content=text, reasoning_content=thought)
+    piece = read(Reader(form, {"get": {}} if with_tools else {}, prompt), whole, cuts)
+    assert piece == Piece(thought if form.thought else "", text, [])
+
+
+@every_format
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_a_broken_text_is_read_alike_whole_and_character_by_character(name, data):
+    """Calls are those of tools, with arguments that are JSON, whatever was written."""
+    schema = dict(properties=dict(city=dict(type="string"), deep=dict(type="object")))
+    calls = [("get", dict(city="Rome", deep=dict(of=[1, "x"]))), ("stop", {})]
+    form, schemas = FORMATS[name], dict(get=schema, stop={})
+    prompt, text = written(name, [tool(*one) for one in schemas.items()],
+                           tool_calls=calls_of(*calls[:2 if form.between else 1]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at, end = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+        text = text[:at] + data.draw(st.sampled_from(
+            [*form.literals, "{", "<", '"', "[[", "\n"])) + text[max(at, min(end, at + 20)):]
+    pieces = [read(form.reader(schemas, prompt), text, cuts) for cuts in ([], range(len(text)))]
+    assert pieces[0] == pieces[1]
+    for call in pieces[0].calls:
+        assert call.name in schemas and isinstance(json.loads(call.arguments), dict)
+
+
+def test_a_call_is_never_shown_and_text_around_it_is():
+    reader = Reader(FORMATS["Qwen2.5"], {"add": {}}, "")
+    told = [reader.feed(character) for character in
+            'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"x": "</tool_call>"}}\n'
+            '</tool_call>\n<tool_call> {"name":"add","arguments":{}} </tool_call>\nDone < 5']
+    told.append(reader.feed("", "stop"))
+    assert "".join(piece.said for piece in told) == "Let me see.Done < 5"
+    assert [call for piece in told for call in piece.calls] == [
+        Call("add", '{"x": "</tool_call>"}'), Call("add", "{}")]
+
+
+def test_what_turns_out_to_be_no_call_is_an_answer():
+    for text in ("<tool_call>\nnot at all", '<tool_call>\n{"name": "unknown", "arguments": {}}\n'
+                 "</tool_call>", "a <tool_ca", '<tool_call>\n{"name": "add", "arguments": [5]}\n'
+                 '</tool_call>', '<tool_call>\n{"name": "add", "arguments": {"x": NaN}}\n'):
+        assert read(Reader(FORMATS["Qwen2.5"], {"add": {}}, ""), text, [3, 9]) == Piece("", text)
+
+
+def test_a_call_that_is_cut_shows_its_arguments_as_far_as_they_came():
+    begun = '<tool_call>\n{"name": "add", "arguments": {"x": "ab'
+    form, xml = FORMATS["Qwen2.5"], FORMATS["Qwen3.5"]
+    assert read(Reader(form, {"add": {}}, ""), begun, [5], "length") == Piece(
+        calls=[Call("add", '{"x": "ab')])
+    assert read(Reader(form, {"add": {}}, ""), begun[:25], [5], "length") == Piece()
+    assert read(Reader(form, {"add": {}}, ""), begun + '"}}\n</to', [5], "length") == Piece(
+        calls=[Call("add", '{"x": "ab"}')])
+    schema = dict(properties=dict(x=dict(type="integer"), y=dict(type="string")))
+    text = ("</think>\n\n<tool_call>\n<function=add>\n<parameter=x>\n5\n</parameter>\n<parameter=y>"
+            "\nab")
+    assert read(Reader(xml, {"add": schema}, ""), text, [5], "length") == Piece(
+        calls=[Call("add", '{"x": 5')])
+
+
+def test_a_turn_ends_by_a_token_that_the_text_does_not_show():
+    text = ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.add"
+            '<|channel|>commentary json<|message|>{"x": 1}')
+    assert read(Reader(FORMATS["gpt-oss"], {"add": {}}, ""), text, [40]) == Piece(
+        "Hm.", "", [Call("add", '{"x": 1}')])
+
+
+@pytest.mark.parametrize("header", [
+    "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.add<|constrain|>json <|message|>",
+    " to=functions.add<|channel|>commentary <|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.add json<|message|>"])
+def test_gpt_oss_may_name_the_channel_in_front_of_the_tool(header):
+    """As openai_harmony's description has it; the template writes it behind."""
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for cuts in ([], [40, 70], range(200)):
+        assert read(Reader(FORMATS["gpt-oss"], {"add": {}}, ""), f'{thought}{header}{{"x": 1}}',
+                    cuts) == Piece("Hm.", "", [Call("add", '{"x": 1}')])
+
+
+def test_a_model_may_leave_a_calls_id_out():
+    for name, text in (
+            ("Mistral Nemo", '[TOOL_CALLS][{"name": "a", "arguments": {}%s}, {"name": "b", '
+             '"arguments": {}}]'),
+            ("Mistral Small 3.2", "[TOOL_CALLS]a%s[ARGS]{}[TOOL_CALLS]b[ARGS]{}")):
+        for id_ in ("", ', "id": "x-1"' if "Nemo" in name else "[CALL_ID]x-1"):
+            assert read(Reader(FORMATS[name], dict(a={}, b={}), ""), text % id_, [20, 31]) == Piece(
+                calls=[Call("a", "{}"), Call("b", "{}")])
+
+
+def test_the_prompt_may_have_begun_or_ended_the_thought():
+    form, header = FORMATS["Qwen3.5"], "<|im_start|>assistant\n<think>\n"
+    assert read(Reader(form, {}, header), "Hm.\n</think>\n\nYes.") == Piece("Hm.", "Yes.")
+    assert read(Reader(form, {}, header), "Hm. Hm.", ended="length") == Piece("Hm. Hm.")
+    assert read(Reader(form, {}, header + "\n</think>\n\n"), "Yes.") == Piece("", "Yes.")
+    form, header = FORMATS["Qwen3"], "<|im_start|>assistant\n"
+    assert read(Reader(form, {}, header), "<think>\nHm.\n</think>\n\nYes.") == Piece("Hm.", "Yes.")
+    assert read(Reader(form, {}, header + "<think>\n\n</think>\n\n"), "Yes.") == Piece("", "Yes.")
+    assert read(Reader(form, {}, header), "Yes.") == Piece("", "Yes.")
+
+
+def test_a_history_may_leave_out_the_thought_that_the_prompt_begins():
+    form, header = derive(renderer(NEMOTRON_2), list(ENDS)), "<|turn>assistant\n<think>\n"
+    call = '<TOOLCALL>[{"name": "add", "arguments": {}}]</TOOLCALL>'
+    for text, said, calls in (("Yes.", "Yes.", []), (call, "", [Call("add", "{}")])):
+        assert read(form.reader({"add": {}}, header), f"Hm.\n</think>\n\n{text}") == Piece(
+            "Hm.", said, calls)
+
+
+def test_an_answer_without_its_marker_is_an_answer():
+    for name in ("Hunyuan A13B", "gpt-oss", "Command R7B"):
+        for text in ("助手Yes.", "<|x|>", "a to=functions.get x to=", "[{<tool_calls>[ b"):
+            assert read(Reader(FORMATS[name], {"add": {}}, ""), text, [1, 3]) == Piece("", text)
+        assert read(Reader(FORMATS[name], {}, ""), "Yes. It", [3], ended="length").said == "Yes. It"
+        for count in range(len(FORMATS[name].say)):  # what a limit cuts was going to be a marker
+            begun = FORMATS[name].say[:count]
+            assert read(Reader(FORMATS[name], {}, ""), begun, ended="length") == Piece()
+
+
+def test_a_call_that_begins_as_an_answer_is_told_from_it_by_its_name():
+    """Llama's calls have no marker, and JSON may hold what looks like one."""
+    reader = Reader(FORMATS["Llama 3.1"], {"add": {}}, "")
+    text = '[{"name": "Bob"}, {"name": "add", "at": 5}, ' + "5, " * 40
+    assert reader.feed(text).said[:20] == text[:20]  # no longer held back
+    assert read(Reader(FORMATS["Llama 3.1"], {"add": {}}, ""), text, [20]).said == text
+    assert read(Reader(FORMATS["Qwen2.5"], {"add": {}}, ""), "<tool_call>x" + "y" * 99, [20],
+                "length") == Piece("", "<tool_call>x" + "y" * 99)
+
+
+@pytest.mark.parametrize(("template", "why"), [
+    ("{% for m in messages %}{{ m.content }}{{ m.tool_calls.x.y }}{% endfor %}",
+     "has no attribute"),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "does not write them"),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<call>"
+     "{{ c.function.name }} {{ c.function.arguments | tojson | upper }}</call>{% endfor %}\n"
+     "{% endfor %}", "neither JSON nor between markers"),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<call>"
+     "{{ c.function.name }}{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v | trim }}"
+     "</>{% endfor %}</call>{% endfor %}\n{% endfor %}", "does not come back")])
+def test_a_template_that_loses_something_is_refused_with_the_reason(template, why):
+    assert why in derive(renderer(template), []).why
+
+
+# ------------------------------------------------------------------ stop strings
+
+
+class Letters:
+    """A tokenizer of one character a token: so marks come in many pieces."""
+
+    def decode(self, ids: list[int], **_) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].thought])
+@settings(max_examples=20, deadline=None)
+@given(stop=st.lists(st.sampled_from(["Q:", "<", "\n", "\n\n", "think", "</", "assistant", "final",
+                                      "s", ">", "so <b>", " b", "|"]), min_size=1, max_size=2,
+                     unique=True),
+       thought=st.sampled_from(["", "Q: <b> so", "s\n\nfinal <"]),
+       said=st.sampled_from(["<b> so\n\nb Q: a", "so <b>", "a < b|", "a", "tho </b"]),
+       includes=st.booleans())
+def test_stop_strings_hold_in_the_answer_and_not_in_the_thought(name, stop, thought, said,
+                                                                includes):
+    """Oracle: the one that is complete first in the answer alone."""
+    prompt, text = written(name, content=said, **(dict(reasoning_content=thought) if thought
+                                                  else {}))
+    found = [(said.index(one), one) for one in stop if one in said]
+    at, first = min(found, default=(len(said), ""), key=lambda one: (one[0] + len(one[1]), *one))
+    want = said[:at] + first * includes
+    params = SamplingParams(stop=stop, include_stop_str_in_output=includes, max_tokens=None)
+    detokenizer = Detokenizer(Letters(), params, [], Reader(FORMATS[name], {}, prompt).span)
+    seen, ended = [""], None
+    for letter in text:
+        ended = ended or detokenizer.add([ord(letter)])
+        seen.append(detokenizer.visible_text)
+    ended = ended or detokenizer.flush()
+    assert all(later.startswith(before) for before, later in zip(
+        seen, [*seen[1:], detokenizer.text], strict=True) if not ended)
+    assert detokenizer.text.startswith(seen[-1]) or ended
+    reader = Reader(FORMATS[name], {}, prompt)
+    piece = reader.feed(detokenizer.text, "stop")
+    assert (piece.said, ended or "") == (want, first), (text, detokenizer.text)
+    assert piece.thought == Reader(FORMATS[name], {}, prompt).feed(text, "stop").thought

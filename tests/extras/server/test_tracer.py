@@ -1,0 +1,67 @@
+"""The step trace of a running server: it can't fill up, and shows nobody's words.
+
+Oracle: the recorder, which has its own tests; here it is looked at what it is handed, and when.
+"""
+
+import json
+
+import pytest
+from small_engine import greedy, make, run
+
+pytest.importorskip("fastapi")
+
+from nanoserve_extras.server import tracer  # noqa: E402
+from nanoserve_extras.server.tracer import Tracer  # noqa: E402
+from nanoserve_extras.trace import recorder  # noqa: E402
+from nanoserve_extras.trace.recorder import page  # noqa: E402
+
+
+def test_steps_are_recorded_and_texts_are_not(qwen3):
+    with make(qwen3) as llm:
+        watching = Tracer(llm)
+        run(llm, ["my secret", "yours"], greedy(5))
+        stream = watching.stream()
+    assert [request[1:2] + request[3:] for request in stream["requests"]] == [[9, ""], [5, ""]]
+    assert sum(frame["i"] >= 0 for frame in stream["frames"]) == 6 - 1
+    html = page(stream)
+    assert "secret" not in html and json.dumps(stream["requests"][0][0]) in html
+
+
+def test_a_full_recording_makes_room_when_the_engine_is_idle(qwen3, monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_STEPS", 4)
+    with make(qwen3) as llm:
+        watching = Tracer(llm)
+        run(llm, ["one"], greedy(3))
+        assert not watching.closed
+        run(llm, ["two"], greedy(9))
+        assert watching.closed and len(watching.frames) == 4
+        run(llm, ["three"], greedy(2))
+        assert not watching.closed and len(watching.frames) == 2
+        assert watching.stream()["requests"][0][1] == 5
+        llm.scheduler.check()
+
+
+def test_a_full_recording_does_not_begin_anew_while_somebody_runs(qwen3, monkeypatch):
+    """It would not know the blocks of those who run."""
+    monkeypatch.setattr(recorder, "MAX_STEPS", 2)
+    with make(qwen3) as llm:
+        watching = Tracer(llm)
+        llm.add_request("first", "one", greedy(9))
+        for _ in range(4):
+            llm.step()
+        llm.add_request("second", "two", greedy(2))
+        assert watching.closed and len(llm.scheduler.running) == 1
+        while llm.has_unfinished_requests():
+            llm.step()
+        assert watching.closed and len(watching.frames) == 2
+
+
+def test_it_stops_no_request_when_it_is_full(qwen3, monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_STEPS", 2)
+    with make(qwen3, async_scheduling=True) as llm:
+        expected = run(llm, ["one", "two"], greedy(6))
+        Tracer(llm)
+        found = run(llm, ["one", "two"], greedy(6))
+        assert [o.outputs[0].token_ids for o in found] == [
+            o.outputs[0].token_ids for o in expected]
+    assert tracer.__doc__

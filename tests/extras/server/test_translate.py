@@ -1,0 +1,283 @@
+"""`/v1/responses` and `/v1/messages`: what they say is what a chat says.
+
+Oracle: the same conversation sent to `/v1/chat/completions`.
+"""
+
+import json
+
+import pytest
+from serving import send
+from test_api_tools import CHAT, SCHEMAS, TOOLS
+
+pytest.importorskip("fastapi")
+
+from nanoserve_extras.server.protocol import ChatBody  # noqa: E402
+from nanoserve_extras.server.translate import ResponsesBody  # noqa: E402
+from nanoserve_extras.server.translate_messages import MessagesBody  # noqa: E402
+
+CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+FUNCTIONS = [dict(type="function", **one["function"]) for one in TOOLS]
+BLOCKS = [dict(name=name, input_schema=schema) for name, schema in SCHEMAS.items()]
+ASKED = CHAT[0]["content"]
+CALL = dict(id="call_1", type="function", function=dict(name="stop", arguments="{}"))
+# A conversation with all that there is, in three languages.
+TOLD = [dict(role="system", content="Be kind."), *CHAT,
+        dict(role="assistant", content="I look.", reasoning_content="Hm.", tool_calls=[CALL]),
+        dict(role="tool", tool_call_id="call_1", content="It stopped.")]
+ITEMS = [dict(type="message", role="user", content=[dict(type="input_text", text=ASKED)]),
+         dict(type="reasoning", id="rs_1", summary=[], content=[
+             dict(type="reasoning_text", text="Hm.")]),
+         dict(type="message", id="msg_1", role="assistant", content=[
+             dict(type="output_text", text="I look.", annotations=[])]),
+         dict(type="function_call", id="fc_1", call_id="call_1", name="stop", arguments="{}"),
+         dict(type="function_call_output", call_id="call_1", output="It stopped.")]
+TURNS = [dict(role="user", content=ASKED), dict(role="assistant", content=[
+    dict(type="thinking", thinking="Hm.", signature=""), dict(type="text", text="I look."),
+    dict(type="tool_use", id="call_1", name="stop", input={})]),
+    dict(role="user", content=[dict(type="tool_result", tool_use_id="call_1", content=[
+        dict(type="text", text="It stopped.")])])]
+
+
+def events(server, path: str, body: dict) -> list[dict]:
+    status, data = server.ask_raw(path, body | dict(stream=True))
+    assert status == 200, data
+    found = []
+    for block in data.decode().removesuffix("\n\n").split("\n\n"):
+        name, text = block.split("\n")
+        found.append(json.loads(text.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def chat(server, **body) -> tuple[dict, dict]:
+    _, answer = server.ask(CHATS, dict(messages=TOLD, tools=TOOLS, temperature=0) | body)
+    return answer["choices"][0], answer["usage"]
+
+
+def test_a_conversation_is_the_same_prompt_in_each_language(server):
+    _, usage = chat(server, max_tokens=1)
+    _, answer = server.ask(RESPONSES, dict(input=ITEMS, tools=FUNCTIONS, instructions="Be kind.",
+                                           max_output_tokens=1))
+    assert answer["usage"]["input_tokens"] == usage["prompt_tokens"]
+    body = dict(messages=TURNS, tools=BLOCKS, system=[dict(type="text", text="Be kind.")])
+    _, counted = server.ask(MESSAGES + "/count_tokens", body)
+    # Its tools have no descriptions.
+    _, usage = chat(server, max_tokens=1, tools=[dict(type="function", function=dict(
+        name=one["name"], parameters=one["input_schema"])) for one in BLOCKS])
+    assert counted == dict(input_tokens=usage["prompt_tokens"])
+    plain, *empty = (server.ask(MESSAGES + "/count_tokens", dict(messages=TURNS[:1]) | more)[1]
+                     for more in ({}, dict(system=""), dict(system=[dict(type="text", text="")])))
+    assert empty == [plain] * 2
+
+
+@pytest.mark.parametrize("choice", [{}, dict(tool_choice="required", parallel_tool_calls=False)])
+def test_a_response_is_a_chats_answer_whole_and_streamed(server, choice):
+    limit = 120 if choice else 9
+    said, usage = chat(server, max_tokens=limit, **choice)
+    body = dict(input=ITEMS, tools=FUNCTIONS, instructions="Be kind.", temperature=0,
+                max_output_tokens=limit) | choice
+    _, whole = server.ask(RESPONSES, body)
+    [item] = whole["output"]
+    assert whole["status"] == ("completed" if choice else "incomplete")
+    assert whole["usage"]["output_tokens"] == usage["completion_tokens"]
+    if choice:
+        [call] = said["message"]["tool_calls"]
+        assert (item["type"], item["name"], item["arguments"]) == (
+            "function_call", call["function"]["name"], call["function"]["arguments"])
+    else:
+        assert item["content"][0]["text"] == said["message"]["content"]
+    told = events(server, RESPONSES, body)
+    assert [one["sequence_number"] for one in told] == list(range(len(told)))
+    assert [one["type"] for one in told[:3]] == [
+        "response.created", "response.in_progress", "response.output_item.added"]
+    final = told[-1]["response"]
+    assert told[-1]["type"] == f"response.{whole['status']}"
+    grown = "".join(one["delta"] for one in told if one["type"].endswith(".delta"))
+    [streamed] = final["output"]
+    assert grown == (streamed["arguments"] if choice else streamed["content"][0]["text"])
+    done = [one["item"] for one in told if one["type"] == "response.output_item.done"]
+    assert [one | dict(status=whole["status"]) for one in done] == [streamed]
+    assert {one["item_id"] for one in told if "item_id" in one} == {streamed["id"]}
+    own = item.keys() - {"id", "call_id"}
+    assert {key: streamed[key] for key in own} == {key: item[key] for key in own}
+
+
+@pytest.mark.parametrize("choice", [{}, dict(tool_choice=dict(
+    type="any", disable_parallel_tool_use=True)), dict(tool_choice=dict(type="tool", name="stop"))])
+def test_a_message_is_a_chats_answer_whole_and_streamed(server, choice):
+    body = dict(messages=TURNS, tools=BLOCKS, system="Be kind.", temperature=0,
+                max_tokens=120 if choice else 9) | choice
+    _, whole = server.ask(MESSAGES, body)
+    told = events(server, MESSAGES, body)
+    assert told[0]["type"] == "message_start" and told[-1]["type"] == "message_stop"
+    blocks: list[dict] = []
+    for one in told:
+        if one["type"] == "content_block_start":
+            assert one["index"] == len(blocks)
+            blocks.append(one["content_block"] | dict(grown=""))
+        elif one["type"] == "content_block_delta":
+            delta = one["delta"]
+            blocks[one["index"]]["grown"] += delta.get("text", "") + delta.get("partial_json", "")
+    assert sum(one["type"] == "content_block_stop" for one in told) == len(blocks)
+    if choice:
+        assert whole["stop_reason"] == "tool_use" == told[-2]["delta"]["stop_reason"]
+        assert [(one["name"], one["input"]) for one in whole["content"]] == [
+            (one["name"], json.loads(one["grown"])) for one in blocks]
+    else:
+        assert whole["stop_reason"] == "max_tokens"
+        assert [one["text"] for one in whole["content"]] == [one["grown"] for one in blocks]
+    usage = whole["usage"]
+    assert usage["output_tokens"] == told[-2]["usage"]["output_tokens"]
+    _, plain = chat(server, max_tokens=1, tools=[dict(type="function", function=dict(
+        name=one["name"], parameters=one["input_schema"])) for one in BLOCKS])
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == plain["prompt_tokens"]
+
+
+def test_forms_and_stop_strings_are_a_chats(server):
+    schema = dict(type="object", properties=dict(ok=dict(type="boolean")), required=["ok"])
+    form = dict(format=dict(type="json_schema", name="f", strict=True, schema=schema))
+    _, answer = server.ask(RESPONSES, dict(input=ASKED, text=form, max_output_tokens=30))
+    assert list(json.loads(answer["output"][0]["content"][0]["text"])) == ["ok"]
+    form = dict(type="json_schema", schema=schema)
+    for asked in (dict(output_config=dict(format=form, effort="low")), dict(output_format=form)):
+        _, answer = server.ask(MESSAGES, dict(messages=TURNS[:1], max_tokens=30) | asked)
+        assert list(json.loads(answer["content"][0]["text"])) == ["ok"]
+    _, answer = server.ask(MESSAGES, dict(messages=TURNS[:1], max_tokens=200, temperature=0,
+                                          stop_sequences=["a", "e"]))
+    assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] in ("a", "e")
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("low", True), ("none", False)])
+def test_an_effort_is_a_templates_variable_in_each_language(effort, thinks):
+    asked = dict(effort=effort)
+    for fields in (dict(messages=TOLD, reasoning_effort=effort),
+                   ResponsesBody(input=ASKED, reasoning=asked).chat(),
+                   MessagesBody(messages=TURNS, max_tokens=1, output_config=asked).chat()):
+        options = ChatBody(**fields).template_options()
+        assert (options["reasoning_effort"], options["enable_thinking"]) == (effort, thinks)
+    body = MessagesBody(messages=TURNS, max_tokens=1, output_config=asked,
+                        thinking=dict(type="disabled"))
+    assert ChatBody(**body.chat()).template_options()["enable_thinking"] is False
+    for fields in (dict(messages=TOLD), ResponsesBody(input=ASKED).chat()):
+        options = ChatBody(**fields).template_options()
+        assert not {"reasoning_effort", "enable_thinking"} & options.keys()
+
+
+@pytest.mark.parametrize("control", [
+    dict(stop=["I", "a"]), dict(logit_bias={"5": 100}), dict(structured_outputs=dict(
+        choice=["so", "no"])), dict(repetition_penalty=1.9), dict(temperature=1, seed=5),
+    dict(max_tokens=3), dict(top_k=1, temperature=2)], ids=str)
+def test_controls_of_a_chat_hold_in_each_language(server, control):
+    """Whoever moves from a chat keeps vLLM's fields, and they were passed over without a word."""
+    control = dict(temperature=0, max_tokens=8) | control
+    _, answer = server.ask(CHATS, dict(messages=CHAT) | control)
+    [choice] = answer["choices"]
+    _, answer = server.ask(RESPONSES, dict(input=ASKED) | control)
+    assert answer["output"][0]["content"][0]["text"] == choice["message"]["content"]
+    _, answer = server.ask(MESSAGES, dict(messages=TURNS[:1]) | control)
+    assert answer["content"][0]["text"] == choice["message"]["content"]
+
+
+def test_a_templates_variables_come_in_each_language():
+    given = dict(chat_template_kwargs=dict(kind="x", enable_thinking=True))
+    chats = [ResponsesBody(input=ASKED, **given),
+             MessagesBody(messages=TURNS, max_tokens=1, thinking=dict(type="disabled"), **given)]
+    assert [body.chat()["chat_template_kwargs"] for body in chats] == [
+        dict(kind="x", enable_thinking=True), dict(kind="x", enable_thinking=False)]
+
+
+@pytest.mark.parametrize(("path", "field", "value"), [
+    (RESPONSES, "n", 2), (RESPONSES, "top_logprobs", 2), (MESSAGES, "logprobs", True),
+    (MESSAGES, "return_token_ids", True), (RESPONSES, "response_format", dict(type="json_object")),
+    (RESPONSES, "max_completion_tokens", 9), (MESSAGES, "max_output_tokens", 9)])
+def test_a_chats_field_that_has_no_place_here_is_refused(path, field, value):
+    with pytest.raises(ValueError, match=f"error, {field} is not supported"):
+        body = dict(messages=TURNS, max_tokens=1) if path == MESSAGES else dict(input=ASKED)
+        (MessagesBody if path == MESSAGES else ResponsesBody)(**body | {field: value})
+
+
+@pytest.mark.parametrize(("path", "form"), [
+    (CHATS, dict(messages=CHAT, response_format=dict(type="json_object"))),
+    (RESPONSES, dict(input=ASKED, text=dict(format=dict(type="json_object")))),
+    (MESSAGES, dict(messages=TURNS, max_tokens=1, output_config=dict(
+        format=dict(type="json_object"))))])
+def test_two_forms_of_an_answer_are_refused_by_the_clients_own_field(server, path, form):
+    status, answer = server.ask(path, form | dict(structured_outputs=dict(choice=["so"])))
+    assert status == 400 and "exclude each other" in answer["error"]["message"]
+    assert answer["error"]["param"] == "structured_outputs"
+
+
+def test_codex_shows_its_tools_in_groups(server):
+    groups = [dict(type="namespace", name="group", tools=FUNCTIONS[1:]), FUNCTIONS[0]]
+    _, answer = server.ask(RESPONSES, dict(input=ASKED, tools=groups, tool_choice=dict(
+        type="function", name="stop"), max_output_tokens=60))
+    assert [one["namespace"] for one in answer["output"]] == ["group"] * len(answer["output"])
+
+
+@pytest.mark.parametrize(("path", "wrong", "said"), [
+    (RESPONSES, dict(previous_response_id="resp_1"), "nothing is kept here"),
+    (RESPONSES, dict(background=True), "nothing is kept here"),
+    (RESPONSES, dict(tools=[dict(type="web_search")]), "what a provider hosts"),
+    (RESPONSES, dict(tools=[dict(type="custom", name="x")]), "no function with a schema"),
+    (RESPONSES, dict(input=[dict(type="item_reference", id="x")]), "send its text"),
+    (RESPONSES, dict(input=[dict(role="user", content=[dict(type="input_image")])]),
+     "input_image"),
+    (RESPONSES, dict(input=[]), "input: List"),
+    (RESPONSES, dict(input=[dict(role="user")]), "'message' needs content"),
+    (RESPONSES, dict(input=[dict(type="function_call_output", call_id="x")]), "needs output"),
+    (RESPONSES, dict(input=[5]), "input.0: "),
+    (RESPONSES, dict(input=[dict(type="reasoning", summary=[5])]), "input: the content and"),
+    (RESPONSES, dict(text=dict(format=5)), "text.format must be"),
+    (RESPONSES, dict(input=[dict(type="function_call", call_id="x")]), "must name"),
+    (RESPONSES, dict(tools=[dict(type="namespace", tools=5)]), "another shape"),
+    (RESPONSES, dict(input=[dict(role="user", content=5)]), "content"),
+    (RESPONSES, dict(tool_choice="required"), "there are none"),
+    (RESPONSES, dict(text=dict(format=dict(type="json_schema", name="x"))), "schema"),
+    (RESPONSES, dict(temperature=-3), "temperature"),
+    (RESPONSES, dict(temperature="hot"), "temperature"),
+    (MESSAGES, dict(messages=[{}]), "messages.0.role"),
+    (MESSAGES, dict(messages=[dict(role="x", content="hi")]), "messages.0.role"),
+    (MESSAGES, dict(tools=[dict(type="bash_20250124", name="bash")]), "provider hosts"),
+    (MESSAGES, dict(tools=[dict(name="a b", input_schema={})]), "name"),
+    (MESSAGES, dict(tool_choice=dict(type="perhaps")), "auto, any, none, tool"),
+    (MESSAGES, dict(messages=[dict(role="user", content=[dict(type="image")])], system="Hi"),
+     "image"),
+    (MESSAGES, dict(messages=[dict(role="user", content=[5])]), "content"),
+    (MESSAGES, dict(messages=[dict(role="assistant", content=[dict(type="tool_use")])]), "name"),
+    (MESSAGES, dict(max_tokens=0), "max_tokens"),
+    (MESSAGES, dict(max_tokens=10 ** 6), "maximum context length"),
+])
+def test_what_is_wrong_is_said(server, path, wrong, said):
+    right = dict(input=ASKED) if path == RESPONSES else dict(messages=TURNS[:1], max_tokens=5)
+    status, answer = server.ask(path, right | wrong)
+    assert status == 400 and said in answer["error"]["message"], answer
+    if "system" in wrong:  # the chat has numbers of its own: that of the system's turn is 0
+        assert "messages." not in answer["error"]["message"]
+
+
+def test_anthropics_clients_read_our_errors(server):
+    """Their object, their names of kinds, and the words by which Claude Code shortens a history."""
+    for path, body, status, kind in (
+            (MESSAGES, dict(messages=[]), 400, "invalid_request_error"),
+            (MESSAGES, dict(messages=TURNS, max_tokens=5, model="gpt"), 404, "not_found_error"),
+            (MESSAGES, b"x" * 100_001, 413, "request_too_large"),
+            ("/v1/nothing", None, 404, "not_found_error")):
+        with server.connection() as connection:
+            send(connection, path, body)
+            answer = connection.getresponse()
+            told = json.loads(answer.read())
+        assert (answer.status, told["type"], told["error"]["type"]) == (status, "error", kind)
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    long = [dict(role="user", content="word " * 4000)]
+    _, told = server.ask(MESSAGES, dict(messages=long, max_tokens=5))
+    assert told["error"]["message"].startswith("prompt is too long: ")
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_a_client_that_goes_away_aborts_its_request(server, path):
+    body = dict(input=ASKED) if path == RESPONSES else dict(messages=TURNS[:1], max_tokens=1500)
+    with server.connection() as connection:
+        send(connection, path, body | dict(stream=True, temperature=0))
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.readline().startswith(b"event: ")
+    server.wait_for_rest()

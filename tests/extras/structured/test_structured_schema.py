@@ -1,0 +1,229 @@
+"""What a schema leaves open, and patterns without a key.
+
+Oracles: texts that are right or wrong by hand, `jsonschema`, and a model of noise, which tries
+everything that is allowed.
+"""
+
+import itertools
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from grammars import ENDS, TOKENIZER, padded_checkpoint, start
+from helpers import sequence
+
+from nanoserve import SamplingParams
+from nanoserve_extras.structured.structured import Grammars
+
+NUMBER, TEXT = {"type": "integer"}, {"type": "string"}
+AB = {"a": NUMBER, "b": TEXT}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(TOKENIZER, len(TOKENIZER))
+
+
+def is_text(grammars, text: str, **asked) -> bool:
+    """Whether the masks let all of the text pass, and an end behind it."""
+    grammar = grammars.compile(asked, frozenset(ENDS))
+    seq = sequence("r", [1])
+    for token_id in [*TOKENIZER.encode(text, add_special_tokens=False), min(ENDS)]:
+        mask = grammar.mask(seq, [], np.array((), dtype=np.int64), [])
+        if not mask[token_id // 8] >> token_id % 8 & 1:
+            return False
+        seq.token_ids.append(token_id)
+    return True
+
+
+PERSON = {"properties": {"a": NUMBER, "more": {"$ref": "#/$defs/more"}},
+          "$defs": {"more": {"type": "object", "properties": AB}}}
+PARTS = {"allOf": [{"properties": {"a": NUMBER}}, {"$ref": "#/$defs/more"}],
+         "$defs": PERSON["$defs"]}
+KINDS = dict(properties={"k": TEXT}, required=["k"], oneOf=[
+    dict(properties={"k": {"const": "one"}, "a": NUMBER}),
+    dict(properties={"k": {"const": "two"}, "b": TEXT})])
+
+
+@pytest.mark.parametrize(("schema", "closed", "always"), [
+    (dict(properties=AB), ['{"x": 1}', '{"a": 1, "x": 1}'], ['{"a": 1, "b": "c"}', "{}"]),
+    (dict(properties={"in": dict(properties=AB)}), ['{"in": {"x": 1}}'], ['{"in": {"a": 1}}']),
+    (dict(type="array", items=dict(properties=AB)), ['[{"x": 1}]'], ['[{"a": 1}]']),
+    (dict(anyOf=[dict(properties={"a": NUMBER}), dict(properties={"b": TEXT})]),
+     ['{"a": 1, "x": 1}'], ['{"a": 1}', '{"b": "c"}']),
+    (PERSON, ['{"more": {"x": 1}}'], ['{"a": 1, "more": {"a": 1, "b": "c"}}']),
+    (dict(patternProperties={"^x": NUMBER}), ['{"y": 1}'], ['{"x": 1, "xy": 2}', "{}"]),
+    (dict(properties={"properties": NUMBER, "items": NUMBER}), ['{"a": 1}'],
+     ['{"properties": 1, "items": 2}']),
+    (dict(properties=AB, additionalProperties=True), [], ['{"a": 1, "x": 1}']),
+    (dict(properties=AB, additionalProperties=NUMBER), [], ['{"a": 1, "x": 1}']),
+    (dict(properties=AB, allOf=[{"description": "one part"}], title="x"), [], ["{}"]),
+    (dict(properties={"a": dict(allOf=[{"$ref": "#/$defs/more"}], title="x")},
+          **{"$defs": PERSON["$defs"]}), ['{"a": {"x": 1}}'], ['{"a": {"a": 1}}']),
+    (dict(properties=AB, required=["a", "x"]), [], ['{"a": 1, "x": 1}']),
+    (dict(type="object"), [], ['{"a": 1}']),
+    (dict(enum=[{"properties": {"a": 1}}]), [], ['{"properties": {"a": 1}}']),
+    (PARTS, ['{"a": 1, "x": 1}'], ['{"a": 1, "b": "c"}', '{"b": "c"}']),
+    (dict(PARTS, properties={"more": {"$ref": "#/$defs/more"}}),
+     ['{"more": {"x": 1}}'], ['{"a": 1, "more": {"b": "c"}}']),
+    (dict(properties={"c": NUMBER}, **{"$ref": "#/$defs/more", "$defs": PERSON["$defs"]}),
+     ['{"a": 1, "x": 1}'], ['{"c": 1, "a": 1}', '{"b": "c"}']),
+    (dict(properties={"a": NUMBER}, anyOf=[dict(properties={"b": TEXT}, required=["b"])]),
+     ['{"b": "c", "x": 1}'], ['{"a": 1, "b": "c"}']),
+    (dict(properties=AB, anyOf=[dict(required=["a"]), dict(required=["b"])]),
+     ['{"a": 1, "x": 1}'], ['{"a": 1}', '{"b": "c"}']),
+    (KINDS, ['{"k": "one", "b": "c"}', '{"k": "two", "b": "c", "x": 1}'],
+     ['{"k": "one", "a": 1}', '{"k": "two", "b": "c"}']),
+    (dict(properties={"c": NUMBER}, **{"$ref": "#/$defs/k", "$defs": {"k": KINDS}}),
+     ['{"c": 1, "k": "one", "x": 1}'], ['{"c": 1, "k": "one", "a": 1}']),
+    (dict(anyOf=[{"$ref": "#/$defs/more"}, {"type": "null"}], **{"$defs": PERSON["$defs"]}),
+     ['{"a": 1, "x": 1}'], ['{"a": 1}']),
+    (dict(allOf=[{"$ref": "#/$defs/more"}, dict(properties={"in": {"$ref": "#"}})],
+          **{"$defs": PERSON["$defs"]}),
+     ['{"in": {"x": 1}}', '{"a": 1, "in": {"in": {}, "x": 1}}'], ['{"a": 1, "in": {"b": "c"}}']),
+    (dict(allOf=[dict(properties={"a": NUMBER}), dict(additionalProperties=True)]), [],
+     ['{"a": 1, "x": 1}']),
+    (dict(allOf=[dict(properties={"a": NUMBER}), dict(required=["x"])]), [],
+     ['{"a": 1, "x": 1}']),
+    (dict(allOf=[dict(properties={"a": NUMBER}), dict(patternProperties={"^x": NUMBER})]),
+     ['{"a": 1, "y": 1}'], ['{"a": 1, "x": 1}']),
+], ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "")
+def test_an_object_that_lists_its_keys_has_no_others_unless_it_is_opened(grammars, schema, closed,
+                                                                         always):
+    """A small model writes keys of its own for ever where it may: vLLM closes such objects. One
+    that is put together from parts has the keys of all of them, and no others."""
+    schema = dict({"type": "object"} if schema.get("type") != "array" and "enum" not in schema else
+                  {}, **schema)
+    for text in [*closed, *always]:
+        jsonschema.validate(json.loads(text), schema)
+        assert is_text(grammars, text, json=schema) == (text in always), text
+        assert is_text(grammars, text, json=json.dumps(schema),
+                       disable_additional_properties=False), text
+
+
+def make_parts(rng: random.Random, depth: int = 2, chooses: bool = True) -> dict:
+    """A schema of an object, in parts, some of which are definitions."""
+    schema = {}
+    if rng.random() < 0.6:
+        schema["properties"] = {key: rng.choice([NUMBER, {"minimum": 3}, TEXT, {}])
+                                for key in rng.sample("abcd", rng.randint(1, 2))}
+        schema["required"] = [key for key in schema["properties"] if rng.random() < 0.3]
+    if rng.random() < 0.2:
+        schema["$ref"] = f"#/$defs/{rng.randrange(3)}"
+    if depth and rng.random() < 0.5:
+        schema["allOf"] = [make_parts(rng, depth - 1, False) for _ in range(rng.randint(1, 2))]
+    if depth and chooses and rng.random() < 0.6:
+        rng.choice([schema, *schema.get("allOf", ())])["anyOf"] = [
+            make_parts(rng, depth - 1) for _ in range(rng.randint(1, 2))]
+    return schema
+
+
+def choices(schema: dict) -> list[dict]:
+    """The schema with one alternative of each `anyOf`, which becomes a part of `allOf`."""
+    parts = [choices(part) for part in schema.get("allOf", ())]
+    if "anyOf" in schema:
+        parts.append([one for part in schema["anyOf"] for one in choices(part)])
+    rest = {key: value for key, value in schema.items() if key not in ("allOf", "anyOf")}
+    return [dict(rest, allOf=list(chosen)) for chosen in itertools.product(*parts)]
+
+
+def lists_keys(schema: dict) -> bool:
+    return "properties" in schema or "$ref" in schema or any(map(lists_keys, schema["allOf"]))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_mean_what_unevaluated_properties_mean(grammars, seed):
+    """Against jsonschema, which knows that keyword. A text is allowed if it is valid for some
+    choice of alternatives, and has no keys but those of their parts."""
+    rng = random.Random(seed)
+    definitions = {str(i): {"properties": {rng.choice("abcd"): NUMBER}} for i in range(3)}
+    schema = dict(make_parts(rng), type="object", **{"$defs": definitions})
+    oracles = [jsonschema.Draft202012Validator(
+        dict(one, unevaluatedProperties=False) if lists_keys(one) else one)
+        for one in choices(schema)]
+    for _ in range(30):
+        value = {key: rng.choice((1, 5, "t")) for key in rng.sample("abcdx", rng.randint(0, 3))}
+        texts = [json.dumps(dict(some)) for some in itertools.permutations(value.items())]
+        try:  # the compiler has an order of its own
+            allowed = any(is_text(grammars, text, json=schema) for text in texts)
+        except ValueError as error:
+            assert "no text at all" in str(error) or "Unsatisfiable" in str(error), error
+            allowed = False
+        assert allowed == any(one.is_valid(value) for one in oracles), (schema, value)
+
+
+@pytest.mark.parametrize(("properties", "patterns", "more"), [
+    ({"a": NUMBER}, {"^a$": NUMBER}, None), ({"a": NUMBER}, {"^[a]$": {"maximum": 5}}, None),
+    ({"a": NUMBER, "b": NUMBER}, {"^(a|b)$": {"minimum": 3}}, None),
+    ({"": NUMBER}, {"^$": {}}, None),
+    ({"é": NUMBER, 'q"': TEXT}, {"^é$": {}, '^q"$': {"maxLength": 1}}, None),
+    ({"a": NUMBER}, {"^a$": NUMBER, "^x": NUMBER}, "x"), ({"a": NUMBER}, {"a": NUMBER}, "ba"),
+    ({"a": NUMBER}, {".*": NUMBER}, "y")], ids=repr)
+@pytest.mark.parametrize("more_properties", [None, False, True])
+def test_a_pattern_of_listed_keys_alone_is_no_way_on(grammars, properties, patterns, more,
+                                                     more_properties):
+    """The compiler takes listed keys out of a pattern. `{"a": 1, ` was allowed, and then nothing:
+    the text ended there, as invalid JSON, with finish_reason "stop"."""
+    schema = dict(type="object", properties=properties, patternProperties=patterns)
+    if more_properties is not None:
+        schema["additionalProperties"] = more_properties
+    whole = {key: 4 if value is NUMBER else "x" for key, value in properties.items()}
+    text = json.dumps(whole, ensure_ascii=False)
+    assert is_text(grammars, text, json=schema)
+    grammar, seq = grammars.compile(dict(json=schema), frozenset(ENDS)), sequence("r", [1])
+    seq.token_ids += TOKENIZER.encode(text[:-1], add_special_tokens=False)
+    mask = grammar.mask(seq, [], np.array((), dtype=np.int64), [])
+    comma, = TOKENIZER.encode(",", add_special_tokens=False)
+    assert bool(mask[comma // 8] >> comma % 8 & 1) == bool(more or more_properties)
+    if more:
+        assert is_text(grammars, json.dumps(whole | {more: 4}, ensure_ascii=False), json=schema)
+    for key, wrong in ((key, wrong) for key in whole for wrong in (2, 99, "xyz")):
+        other = whole | {key: wrong}
+        assert is_text(grammars, json.dumps(other, ensure_ascii=False), json=schema) == (
+            not list(jsonschema.Draft202012Validator(schema).iter_errors(other)))
+
+
+def test_texts_that_stop_are_valid_and_others_say_length(tmp_path):
+    schema = {"type": "object", "required": ["a"], "properties": {
+        "a": {"enum": [1, 2]}, "b": {"type": "object", "properties": {"c": {"type": "boolean"}},
+                                     "patternProperties": {"^c$": {}}}}}
+    with start(padded_checkpoint(tmp_path)) as llm:
+        outs = llm.generate([[5, 6, i] for i in range(12)], SamplingParams(
+            seed=1, max_tokens=60, temperature=1.5, structured_outputs={"json": schema}))
+    for out in outs:
+        assert out.outputs[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(out.outputs[0].text), schema)
+        assert set(json.loads(out.outputs[0].text)) <= {"a", "b"}
+
+
+@pytest.mark.parametrize("schema", [
+    dict(properties=5), dict(properties=["a"]), dict(patternProperties="a"), dict(allOf=5),
+    dict(properties=AB, required=5), dict(properties=AB, required=[["a"]]), 5, [AB], "x",
+    dict(properties={"a": NUMBER}, patternProperties={"(": NUMBER}),
+    dict(properties={"é": NUMBER}, patternProperties={r"^(?<x>é)$": NUMBER})], ids=str)
+def test_what_is_no_schema_is_refused_in_words(grammars, schema):
+    with pytest.raises(ValueError, match="structured_outputs: "):
+        grammars.compile(dict(json=json.dumps(schema)), frozenset(ENDS))
+
+
+@pytest.mark.parametrize("many", [
+    {"allOf": [{"pattern": f"x{i}"} for i in range(50)]},
+    {"properties": {"a": {"allOf": [{"pattern": f"x{i}"} for i in range(50)]}}},
+    {"allOf": [{"$ref": f"#/$defs/{i}"} for i in range(50)],
+     "$defs": {str(i): {"pattern": f"x{i}"} for i in range(50)}},
+    {"$ref": "#/$defs/40", "$defs": {"0": {"pattern": "x"}} | {
+        str(i): {"allOf": [{"$ref": f"#/$defs/{i - 1}"}, {"pattern": f"{i}"}]}
+        for i in range(1, 41)}}], ids=["at the top", "inside", "by reference", "in a chain"])
+def test_patterns_that_would_take_for_ever_together_are_refused(grammars, many):
+    """20 take llguidance 1.9 a second, and each one more twice as long."""
+    with pytest.raises(ValueError, match="allOf puts .* patterns together, and 16 are the most"):
+        grammars.compile({"json": many}, frozenset(ENDS))
+
+
+def test_a_definition_that_refers_to_itself_has_few_patterns(grammars):
+    node = {"type": "object", "properties": {"a": {"pattern": "x"}, "next": {"$ref": "#/$defs/n"}}}
+    schema = {"$ref": "#/$defs/n", "$defs": {"n": node}}
+    assert is_text(grammars, '{"a": "x", "next": {}}', json=schema)
+    assert not is_text(grammars, '{"a": "y"}', json=schema)

@@ -1,0 +1,180 @@
+"""Programs written for vLLM, run as they are.
+
+Each does what one of vLLM's own examples does, in words of ours, on the bundled model. What they
+print is held against the engine's own calls, which other tests hold to transformers.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from nanoserve import LLM, SamplingParams
+from nanoserve_extras.tools import as_vllm
+
+SMALL = dict(dtype="float32", max_model_len=256, num_gpu_blocks_override=64)
+PROMPT = "Once upon a time"
+
+BASIC = """
+from vllm import LLM, SamplingParams
+
+def main():
+    llm = LLM(model="storyteller", dtype="float32", max_model_len=256, num_gpu_blocks_override=64)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    for output in llm.generate(["Once upon a time"], params, priority=[2]):
+        print(output.outputs[0].text)
+
+if __name__ == "__main__":
+    main()
+"""
+COMMAND_LINE = """
+from vllm import LLM, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+EngineArgs.add_cli_args(parser)
+parser.set_defaults(model="storyteller")
+group = parser.add_argument_group("Sampling parameters")
+group.add_argument("--max-tokens", type=int)
+group.add_argument("--temperature", type=float)
+args = vars(parser.parse_args())
+max_tokens, temperature = args.pop("max_tokens"), args.pop("temperature")
+llm = LLM(**args)
+params = llm.get_default_sampling_params()
+params.max_tokens, params.temperature = max_tokens, temperature
+print(llm.generate(["Once upon a time"], params)[0].outputs[0].text)
+"""
+BY_HAND = """
+import argparse
+from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser(description="the engine's steps by hand")
+parser = EngineArgs.add_cli_args(parser)
+args: argparse.Namespace = parser.parse_args()
+engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
+engine.add_request("0", "Once upon a time", SamplingParams(temperature=0, max_tokens=8))
+while engine.has_unfinished_requests():
+    outputs: list[RequestOutput] = engine.step()
+    for output in outputs:
+        if output.finished:
+            print(output.outputs[0].text)
+"""
+ASYNCHRONOUS = """
+import asyncio
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+async def main():
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        model="storyteller", dtype="float32", max_model_len=256, num_gpu_blocks_override=64,
+        enforce_eager=True))
+    params = SamplingParams(temperature=0, max_tokens=8, output_kind=RequestOutputKind.DELTA)
+    async for output in engine.generate(request_id="0", prompt="Once upon a time",
+                                        sampling_params=params):
+        print(output.outputs[0].text, end="")
+    print()
+    engine.shutdown()
+
+asyncio.run(main())
+"""
+METRICS = """
+import vllm
+from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
+
+llm = vllm.LLM("storyteller", dtype="float32", max_model_len=256, num_gpu_blocks_override=64,
+               disable_log_stats=False)
+llm.generate(["Once upon a time"], vllm.SamplingParams(temperature=0, max_tokens=8))
+for metric in llm.get_metrics():
+    if isinstance(metric, (Counter, Gauge)) and metric.name == "vllm:generation_tokens":
+        print(metric.value)
+    elif isinstance(metric, (Histogram, Vector)):
+        assert metric.name
+assert vllm.__version__.split(".")[0] == "0"
+"""
+STRUCTURED = """
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+llm = LLM("storyteller", dtype="float32", max_model_len=256, num_gpu_blocks_override=64)
+params = SamplingParams(temperature=0, max_tokens=8,
+                        structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
+print(llm.generate("The end was", params)[0].outputs[0].text)
+"""
+POOLING = """
+from vllm import LLM, PoolingParams, PoolingRequestOutput
+from vllm.config import PoolerConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.outputs import EmbeddingRequestOutput
+
+llm = LLM("storyteller", runner="pooling", dtype="float32", max_model_len=256,
+          num_gpu_blocks_override=64, pooler_config=PoolerConfig(task="embed"))
+[output] = llm.embed("Once upon a time")
+assert isinstance(output, EmbeddingRequestOutput) and isinstance(output, PoolingRequestOutput)
+print(len(output.outputs.embedding))
+del llm
+cleanup_dist_env_and_memory()
+"""
+SERVED = ["--max_model_len", "256", "--dtype", "float32", "--num-gpu-blocks-override", "64"]
+
+
+@pytest.fixture(scope="module")
+def told() -> str:
+    [output] = LLM(**SMALL).generate([PROMPT], SamplingParams(temperature=0, max_tokens=8),
+                                     use_tqdm=False)
+    return output.outputs[0].text
+
+
+def run(tmp_path, script: str, *words: str) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    assert as_vllm.main([str(file), *words]) == 0
+    assert "vllm" not in sys.modules  # afterwards everything is as it was
+
+
+@pytest.mark.parametrize("script, words", [
+    (BASIC, ()), (COMMAND_LINE, (*SERVED, "--max-tokens", "8", "--temperature", "0")),
+    (BY_HAND, ("--model", "storyteller", *SERVED)), (ASYNCHRONOUS, ())])
+def test_a_program_prints_what_generate_gives(tmp_path, capsys, told, script, words):
+    pytest.importorskip("uvicorn")
+    run(tmp_path, script, *words)
+    assert capsys.readouterr().out == f"{told}\n"
+
+
+@pytest.mark.parametrize("script, said", [
+    (METRICS, ["8"]), (STRUCTURED, ["Positive", "Negative"]), (POOLING, ["256"])])
+def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
+    run(tmp_path, script)
+    assert capsys.readouterr().out.strip() in said
+
+
+@pytest.mark.parametrize("line, said", [
+    ("from vllm.sampling_params import BeamSearchParams", "ask for n samples"),
+    ("from vllm.assets.image import ImageAsset", "an image of PIL"),
+    ("from vllm import SamplingParam", "did you mean SamplingParams"),
+    ("import vllm; vllm.xyzzy", "it is not here"),
+    ("from vllm.logprobs import Logprob; from vllm.utils import random_uuid", "uuid4"),
+    ("from vllm import envs", "options of LLM"),
+    ("import vllm.model_executor.layers", "no vllm.model_executor"),
+    ("from vllm.config import KVTransferConfig", "kv_store='folder'")])
+def test_a_name_that_is_missing_says_what_to_use(tmp_path, line, said):
+    with pytest.raises(ImportError, match=said):
+        run(tmp_path, line)
+
+
+def test_every_name_is_there():
+    for name, (module, ours) in as_vllm.HOMES.items():
+        assert getattr(as_vllm.import_module(module), ours) is not None, name
+
+
+def test_a_pooler_config_of_another_task_is_refused():
+    with pytest.raises(ValueError, match="task='classify' is not one of this model's"):
+        LLM(runner="pooling", pooler_config=dict(task="classify"), **SMALL)
+
+
+def test_without_a_script_the_usage_is_said(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "nanoserve_extras.tools.as_vllm", "no.py"],
+                          capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("usage: python -m")

@@ -1,0 +1,175 @@
+"""A GGUF file becomes a folder: the same text as of the weights that the file means.
+
+Files are written by llama.cpp's own package, which also says what its blocks mean; the folder that
+the text is compared with is written here, tensor by tensor.
+"""
+
+import json
+import re
+import resource
+
+import pytest
+import torch
+from checkpoints import byte_tokenizer
+from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel
+
+from nanoserve import LLM, SamplingParams
+from nanoserve_extras.tools import convert
+from nanoserve_extras.tools.convert import main
+
+SIZES = dict(vocab_size=261, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6,
+             max_position_embeddings=128, tie_word_embeddings=False)
+TOP = {"token_embd": ("model.embed_tokens", 261, 64), "output_norm": ("model.norm", 64),
+       "output": ("lm_head", 261, 64)}
+LAYER = {"attn_norm": ("input_layernorm", 64), "ffn_norm": ("post_attention_layernorm", 64),
+         "attn_q": ("self_attn.q_proj", 64, 64), "attn_k": ("self_attn.k_proj", 32, 64),
+         "attn_v": ("self_attn.v_proj", 32, 64), "attn_output": ("self_attn.o_proj", 64, 64),
+         "ffn_gate": ("mlp.gate_proj", 96, 64), "ffn_up": ("mlp.up_proj", 96, 64),
+         "ffn_down": ("mlp.down_proj", 64, 96)}
+ADDED = ["<s>", "</s>", "<|end|>", "<pad>", "ab"]  # the last one is a merge
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A Llama as a file, and as a folder of what its blocks mean. change: of the writer."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+
+    def make(kind: str = "Q8_0", arch: str = "llama", change=lambda writer: None, left_out=()):
+        writer = gguf.GGUFWriter(str(tmp_path / "tiny.gguf"), arch)
+        for name, value in dict(
+                context_length=128, embedding_length=64, block_count=2, feed_forward_length=96,
+                head_count=4, head_count_kv=2, layer_norm_rms_eps=1e-6, rope_freq_base=1e4,
+                rope_dimension_count=16, vocab_size=261, tokenizer_model="gpt2",
+                tokenizer_pre="qwen2", token_list=sorted(ByteLevel.alphabet()) + ADDED,
+                token_types=[1] * 256 + [3] * 4 + [1], token_merges=["a b"], bos_token_id=256,
+                eos_token_id=257, pad_token_id=259,
+                chat_template="{{ messages[0].content }}").items():
+            getattr(writer, f"add_{name}")(value)
+        change(writer)
+        names = TOP | {f"blk.{i}.{name}": (f"model.layers.{i}.{other}", *shape)
+                       for i in range(2) for name, (other, *shape) in LAYER.items()}
+        generator, dense = torch.Generator().manual_seed(0), {}
+        for name, (other, *shape) in names.items():
+            weight = torch.randn(*shape, generator=generator)
+            weight = weight * 2.5 * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.3 * weight
+            raw, stored = weight.numpy(), None
+            if len(shape) > 1:
+                stored = gguf.GGMLQuantizationType[kind]
+                raw = gguf.quants.quantize(raw, stored)
+                weight = torch.from_numpy(gguf.quants.dequantize(raw, stored))
+                if name.endswith(("attn_q", "attn_k")):  # its RoPE turns 2 i, 2 i + 1
+                    weight = weight.view(-1, 8, 2, 64).transpose(1, 2).reshape(shape)
+            dense[f"{other}.weight"] = weight.clone().contiguous()
+            if name not in left_out:
+                writer.add_tensor(f"{name}.weight", raw, raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        byte_tokenizer().save_pretrained(tmp_path / "dense")
+        save_file(dense, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+        (tmp_path / "dense" / "config.json").write_text(json.dumps(SIZES | dict(
+            architectures=["LlamaForCausalLM"], model_type="llama", rope_theta=1e4)))
+        return tmp_path / "tiny.gguf", tmp_path / "dense"
+
+    return make
+
+
+def texts(folder, **options) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(folder, num_gpu_blocks_override=24, dtype="float32", **options) as llm:
+        outputs = llm.generate([[5, 99, 20], [7] * 4 + [200, 31]], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(made, tmp_path, capsys):
+    """By the system's limit of a file. safetensors' own error was a traceback."""
+    file, _ = made()
+    limits, was = resource.getrlimit(resource.RLIMIT_FSIZE), {*tmp_path.iterdir()}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert main([str(file), str(tmp_path / "folder")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert re.search(r"folder can't be written: .*File too large.* [\d,]+ bytes are needed, "
+                     r"[\d,]+ are free: make room, or name another folder", said), said
+    assert {*tmp_path.iterdir()} == was
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_the_folder_writes_what_the_blocks_mean(made, tmp_path, capsys, kind):
+    file, dense = made(kind)
+    folder = tmp_path / "new" / "folder"
+    assert main([str(file), str(folder), "--dtype", "float32"]) == 0
+    said = capsys.readouterr().out
+    assert "folder: LlamaForCausalLM, " in said and " MB in tiny.gguf" in said
+    assert texts(folder) == texts(dense)
+    meant, stored = load_file(dense / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert stored.keys() == meant.keys()
+    for name in meant:
+        torch.testing.assert_close(stored[name], meant[name], rtol=0, atol=0)
+    assert [one.name for one in folder.parent.iterdir()] == ["folder"]  # nothing is left beside it
+
+
+def test_a_second_rounding_is_measured_and_the_tokenizer_comes_along(made, tmp_path, capsys):
+    file, dense = made()
+    folder = tmp_path / "folder"
+    folder.mkdir()  # an empty one may be there
+    assert main([str(file), str(folder)]) == 0
+    weights = [one.double() for one in load_file(dense / "model.safetensors").values()
+               if one.dim() > 1]
+    changed = sum((one.bfloat16().double() - one).square().sum() for one in weights)
+    loss = float((changed / sum(one.square().sum() for one in weights)) ** 0.5)
+    assert f"relative to them: {loss:.2%}" in capsys.readouterr().out
+    with LLM(folder, num_gpu_blocks_override=24) as llm:
+        assert llm.get_tokenizer().encode("ab c") == [260, llm.get_tokenizer().encode(" ")[0],
+                                                      llm.get_tokenizer().encode("c")[0]]
+        (output,) = llm.chat([{"role": "user", "content": "ab"}],
+                             SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        assert output.prompt_token_ids == [260]
+        assert llm.model_config.eos_token_ids == (257, 258)  # </s> and <|end|>
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(arch="sphinx"), "architecture sphinx is not supported.*safetensors"),
+    (dict(change=lambda writer: writer.add_tensor("blk.0.attn_q.bias", torch.ones(64).numpy())),
+     "reads 95,168 numbers of 95,232; use the checkpoint in safetensors"),
+    (dict(left_out=["blk.1.ffn_up"]), r"missing keys model.layers.1.mlp.up_proj.weight.*--merge"),
+    (dict(arch="gpt2"), "; use the checkpoint in safetensors"),
+], ids=["unknown", "a bias", "a part", "another network"])
+def test_what_would_become_another_network_is_refused(made, tmp_path, capsys, options, words):
+    file, _ = made(**options)
+    assert main([str(file), str(tmp_path / "folder")]) == 2
+    assert not (tmp_path / "folder").exists()
+    said = capsys.readouterr().err
+    assert re.search(f"convert: error: .*{words}", said), said
+
+
+def test_bad_input_is_named_before_anything_is_read(tmp_path, capsys, monkeypatch):
+    file, full = tmp_path / "a.gguf", tmp_path / "full"
+    full.mkdir()
+    (full / "kept").write_text("mine")
+    for content, folder, words in [
+            (None, "new", "a.gguf: there is no such file"),
+            (b"PK\3\4", "new", "is no GGUF file"),
+            (b"GGUF\3\0\0\0", "full", "is there and not an empty folder"),
+            (b"GGUF\3\0\0\0", "full/kept", "is there and not an empty folder"),
+            (b"GGUF\3\0\0\0", "new", r"needs gguf and accelerate: pip install 'nanoserve[gguf]'")]:
+        if content is not None:
+            file.write_bytes(content)
+        monkeypatch.setattr(convert, "find_spec", lambda name: None)
+        assert main([str(file), str(tmp_path / folder)]) == 2
+        assert words in capsys.readouterr().err
+    assert (full / "kept").read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+def test_a_gguf_file_is_no_model_and_the_remedy_is_said(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="is a GGUF file: make a folder of it with nanoserve conv"):
+        LLM(tmp_path / "a.gguf")
+    with pytest.raises(ValueError, match="nanoserve convert FILE FOLDER reads GGUF.*got 'gguf'"):
+        LLM(load_format="gguf")

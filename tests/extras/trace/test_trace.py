@@ -1,0 +1,218 @@
+"""The step table of trace/trace.py, against a trace worked out by hand."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nanoserve_extras.trace.trace import Arrival, Simulation, parse, read_csv, table
+
+pytestmark = pytest.mark.floor
+
+
+def trace(requests: list[str], *options) -> str:
+    return table(Simulation([parse(request) for request in requests], *options))
+
+
+def test_a_small_trace_by_hand():
+    """Two prompts of 5 and 7 tokens, budget 8, blocks of 4: chunking, decoding, block counts.
+
+    Step 0: A's 5 tokens (2 blocks), 3 of B's (1 block), 7 of 10 blocks left. Step 1: A decodes at
+    position 5; B's last 4 (positions 3 to 6: a second block). Step 2: A has its 2 tokens and is
+    gone; B decodes at position 7. Free blocks are counted when the step has been scheduled.
+    """
+    table = [line.split() for line in trace(["5:2", "7:2"], 8, 10, 4, 4).splitlines()]
+    assert table == [
+        ["step", "tokens", "A", "B", "free", "blocks"],
+        ["0", "8/8", "0..5", "→", "0..3", "7"],
+        ["1", "5/8", "5", "→", "3..7", "→", "6"],
+        ["2", "1/8", "7", "→", "8"],
+    ]
+
+
+def test_a_shared_prefix_waits_one_step_and_hits():
+    table = trace(["10:1:8", "10:1:8"], 32, 10, 4, 4).splitlines()
+    assert table[1].split() == ["0", "10/32", "0..10", "→", "·", "7"]
+    assert table[2].strip() == "B waits for blocks that A is computing"
+    assert "hit 8, 8..10 →" in table[3]
+
+
+def test_preemption_is_shown():
+    """4 blocks of 4: with 8 tokens each A and B hold 2, and A's next token takes B's."""
+    table = trace(["7:6", "7:6"], 14, 4, 4, 4)
+    assert "preempted" in table and "      B was preempted for A" in table.splitlines()
+
+
+def test_below_a_step_stands_who_waits_and_why():
+    """One row, by hand: B is next, and C and D wait for nothing but B. When A has gone, B runs."""
+    lines = trace(["3:1", "3:1", "3:1", "3:1"], 8, 10, 4, 1).splitlines()
+    assert [line.strip() for line in lines if not line[0].isdigit()][1:] == [
+        "B has no seat: max_num_seqs=1", "C, D stand behind B",
+        "C has no seat: max_num_seqs=1", "D stands behind C", "D has no seat: max_num_seqs=1"]
+
+
+def test_who_has_not_arrived_does_not_wait():
+    lines = table(Simulation([Arrival(3, 3), Arrival(3, 1, seconds=9)], 8, 10, 4, 1)).splitlines()
+    assert all(line[0] in "s0123456789" for line in lines)
+
+
+def test_an_idle_engine_may_wait_for_others():
+    """Prompts at 0, 1 and 9 s, steps of 0.5 s: alone A runs at 0 and 0.5, B at 1 and 1.5. With
+    2 seconds to wait A and B share the steps at 2 and 2.5; C comes alone, and waits in vain."""
+    arrivals = [Arrival(3, 2, seconds=seconds) for seconds in (0, 1, 9)]
+    for max_wait, expected in ((0, [0, .5, 1, 1.5, 9, 9.5]), (2, [2, 2.5, 11, 11.5])):
+        simulation = Simulation(arrivals, 8, 10, 4, 4, 0.5, 0.0, max_wait)
+        assert [simulation.now for _ in simulation.steps()] == expected
+
+
+@pytest.mark.parametrize("request_", ["", "5", "0:3", "5:0", "5:5:6", "a:b", "1:2:3:4", "10:5:8:9"])
+def test_a_wrong_request_is_explained(request_):
+    with pytest.raises(ValueError, match="PROMPT:OUTPUT"):
+        parse(request_)
+
+
+def test_the_command_runs_without_torch():
+    code = ("import runpy, sys; sys.argv = ['trace']; "
+            "runpy.run_module('nanoserve_extras.trace.trace', run_name='__main__'); "
+            "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)")
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.startswith("step  tokens")
+
+
+def run(*args: str, fails: bool = False) -> str:
+    out = subprocess.run([sys.executable, "-m", "nanoserve", "trace", *args],
+                         capture_output=True, text=True)
+    assert (out.returncode != 0) == fails, out.stderr
+    return out.stderr if fails else out.stdout
+
+
+# --------------------------------------------------------------- two runs told apart
+
+
+def test_two_runs_are_told_apart_by_hand(tmp_path):
+    """5 ms a step, 20 µs a token. A has 5 tokens and writes 3, B arrives at 1 ms, has 2 and writes
+    1. Continuous: 5 tokens end at 5.1 ms; B's 2 and A's next at 10.16; A's last at 15.18. In
+    static batches B starts when A has ended: 5.1, 10.12, 15.14, and B from there to 20.18."""
+    (tmp_path / "a.csv").write_text("0,5,3\n0.001,2,1\n")
+    out = run("--csv", str(tmp_path / "a.csv"), "--compare", "static")
+    assert out.splitlines() == [
+        "steps: 3 and 4, 33.3% more", "tokens computed: 9 and 9, the same",
+        "preemptions: 0 and 0, the same",
+        f"ms to a first token, mean: {(5.1 + 9.16) / 2:.1f} and {(5.1 + 19.18) / 2:.1f}, "
+        "70.4% more", "ms to a first token, p99: 9.2 and 19.2, 2.1 times as much",
+        "ms until all was done: 15.2 and 20.2, 32.9% more"]
+
+
+def test_every_variant_changes_what_it_is_about(tmp_path):
+    """Whole prompts need as many tokens at once; without the cache B computes A's 8 tokens, too;
+    the shorter prompt goes first; and two recorded pages tell the same as two simulations."""
+    shared = ["--request", "9:1:8", "--request", "9:1:8", "--budget", "12", "--blocks", "20"]
+    assert "tokens computed: 10 and 18, 80.0% more" in run(*shared, "--compare", "no-prefix-cache")
+    cut = ["--request", "9:1", "--request", "9:1", "--budget", "12", "--blocks", "20"]
+    assert "steps: 2 and 2, the same" in run(*cut, "--compare", "no-chunks")
+    assert "raise --budget to 10" in run(
+        *cut, "--budget", "8", "--compare", "no-chunks", fails=True)
+    long_first = ["--request", "40:1", "--request", "2:1", "--blocks", "20"]
+    told = run(*long_first, "--compare", "shortest")
+    for name, policy in (("one", "fcfs"), ("other", "shortest")):
+        run(*long_first, "--policy", policy, "--html", str(tmp_path / f"{name}.html"))
+    pages = [str(tmp_path / "one.html"), str(tmp_path / "other.html")]
+    assert run("--compare", *pages) == told and "less" in told.splitlines()[3]
+    for wrong in (pages[:1], ["eager"], [*pages, pages[0]], [__file__, pages[0]]):
+        assert "name one of no-chunks" in run("--compare", *wrong, fails=True)
+
+
+# ------------------------------------------------------------ arrivals from a file
+
+
+CSV = "0.0,10,2\n2.5,4,1,4\n0.5,7,3,0\n"
+
+
+@pytest.mark.parametrize("text", [
+    CSV, "seconds,prompt,output,shared\n" + CSV.replace(",10,2", ",10,2,"), CSV.replace(
+        "4,1,4", "4,1,4,0"),
+    "model,output,prompt,shared,seconds\nx,2,10,,0\ny,1,4,4,2.5\nz,3,7,0,0.5\n\n"])
+def test_a_csv_of_arrivals(tmp_path, text):
+    """With a header or without, in any order of columns; sorted by time."""
+    (tmp_path / "a.csv").write_text(text)
+    assert read_csv(tmp_path / "a.csv") == [
+        Arrival(10, 2, 0, 0.0), Arrival(7, 3, 0, 0.5), Arrival(4, 1, 4, 2.5)]
+
+
+@pytest.mark.parametrize("line", ["1,2", "1,0,5", "-1,5,5", "x,y,z", "1,5,5,6", "1,5.5,2", ""])
+def test_a_wrong_line_is_named(tmp_path, line):
+    (tmp_path / "a.csv").write_text("seconds,prompt,output,shared\n0,1,1\n" + (line or "time,1"))
+    with pytest.raises(ValueError, match="request 2"):
+        read_csv(tmp_path / "a.csv")
+
+
+def test_a_header_that_lacks_a_column_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("time,prompt,output\n0,1,1\n")
+    with pytest.raises(ValueError, match="seconds"):
+        read_csv(tmp_path / "a.csv")
+
+
+def test_the_clock_is_simulated():
+    """10 ms a step and 1 ms a token, by hand. A arrives at 0: its 5 tokens take 15 ms, its second
+    token 11 ms more. B arrives at 20 ms, inside that step, and starts when it ends, at 26 ms: 4
+    tokens, 14 ms. C arrives at 1 s: the clock jumps there."""
+    simulation = Simulation([Arrival(5, 2), Arrival(4, 1, seconds=0.02), Arrival(1, 1, seconds=1)],
+                            8, 10, 4, 4, 0.010, 0.001)
+    simulation.finish()
+    stamps = [(s.queued_ts, s.scheduled_ts, s.first_token_ts, s.last_token_ts,
+               s.first_token_latency) for s in simulation.stats]
+    expected = [(0, 0, 0.015, 0.026, 0.015), (0.026, 0.026, 0.040, 0.040, 0.020),
+                (1, 1, 1.011, 1.011, 0.011)]
+    assert stamps == [pytest.approx(row) for row in expected]
+
+
+def test_many_requests_have_a_summary_and_no_table(tmp_path):
+    (tmp_path / "a.csv").write_text("".join(f"{i},5,2\n" for i in range(13)))
+    out = run("--csv", str(tmp_path / "a.csv"), "--html", str(tmp_path / "a.html"))
+    assert out.startswith("26 steps, 13 requests in ") and "26 steps of 13" in out
+    assert "simulated clock: 5 ms a step" in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.parametrize("args", [
+    ["--request", "50:1"], ["--html", "no/such/folder.html"], ["--csv", "no-such-file.csv"]])
+def test_what_cannot_run_is_explained(args):
+    message = run(*args, fails=True)
+    assert "Traceback" not in message and "error: " in message
+
+
+@pytest.mark.parametrize("text", ["\ufeffseconds,prompt,output\n0.00001,3,2\n", "1e-05,3,2\n",
+                                  "\ufeff1e-05,3,2\n"])
+def test_what_spreadsheets_and_pandas_write_can_be_read(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
+    assert read_csv(tmp_path / "a.csv") == [Arrival(3, 2, 0, 1e-5)]
+
+
+@pytest.mark.parametrize("text", ["shared,seconds,prompt,output\n5,0,10\n",
+                                  "seconds,prompt,output\ninf,3,2\n"])
+def test_a_line_that_is_cut_short_or_never_comes_is_named(tmp_path, text):
+    """Not: its first column, taken for the one that is missing."""
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ValueError, match="request 1"):
+        read_csv(tmp_path / "a.csv")
+
+
+def test_requests_beside_a_csv_arrive_first(tmp_path):
+    """A request on the command line arrives at 0, not behind the CSV's last."""
+    (tmp_path / "a.csv").write_text("9,3,1\n")
+    lines = run("--csv", str(tmp_path / "a.csv"), "--request", "5:1").splitlines()
+    assert lines[1].split()[:3] == ["0", "5/12", "0..5"]
+
+
+@pytest.mark.parametrize("policy, order", [
+    ("fcfs", "ABCD"), ("shortest", "ACBD"), ("priority", "ADBC")])
+def test_the_policy_is_the_schedulers(tmp_path, policy, order):
+    """One row. B, C and D come while A runs: C is the shortest, D takes A's row if it may."""
+    (tmp_path / "a.csv").write_text("seconds,prompt,output,priority\n0,12,3,1\n.001,9,1,1\n"
+                                    ".001,4,1,1\n.006,5,1,0\n")
+    simulation = Simulation(read_csv(tmp_path / "a.csv"), 12, 9, 4, 1, policy=policy)
+    simulation.finish()
+    first = {name: stats.first_token_ts for name, stats in zip("ABCD", simulation.stats,
+                                                              strict=True)}
+    assert "".join(sorted(first, key=first.get)) == order
+    assert simulation.seqs[0].num_preemptions == (policy == "priority")
+    assert simulation.summary().count("priority") == (2 if policy == "priority" else 0)

@@ -1,0 +1,142 @@
+"""vLLM's words: each is taken, renamed, dropped where it asks for nothing, or refused.
+
+The oracle is vLLM's own signatures, written down here by hand with their defaults.
+"""
+
+import dataclasses
+import re
+
+import pytest
+
+from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.frontend import vllm
+
+pytestmark = pytest.mark.floor
+
+# What a script says that writes vLLM's defaults out: all of it means "as usual".
+ENGINE_DEFAULTS = dict(
+    tokenizer=None, tokenizer_mode="auto", skip_tokenizer_init=False, trust_remote_code=False,
+    tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, dtype="auto",
+    quantization=None, revision=None, tokenizer_revision=None, code_revision=None, seed=None,
+    gpu_memory_utilization=0.9, cpu_offload_gb=0, enforce_eager=False, enable_prefix_caching=None,
+    enable_chunked_prefill=None, disable_custom_all_reduce=False, hf_token=None, hf_overrides=None,
+    mm_processor_kwargs=None, limit_mm_per_prompt={}, pooler_config=None, compilation_config=None,
+    structured_outputs_config=None, logits_processors=None, enable_lora=False,
+    kv_cache_dtype="auto", kv_transfer_config=None, distributed_executor_backend=None,
+    enable_expert_parallel=False, download_dir=None, load_format="auto", config_format="auto",
+    max_logprobs=-1, use_tqdm_on_load=True, model_impl="auto", generation_config="auto",
+    enable_sleep_mode=False, speculative_config=None, async_scheduling=None, runner="auto",
+    convert="auto", scheduling_policy="fcfs", max_model_len=None, block_size=16)
+SAMPLING_DEFAULTS = dict(
+    n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=1.0,
+    top_p=1.0, top_k=0, min_p=0.0, seed=None, stop=None, stop_token_ids=None, ignore_eos=False,
+    max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None, detokenize=True,
+    skip_special_tokens=True, spaces_between_special_tokens=True, include_stop_str_in_output=False,
+    structured_outputs=None, guided_decoding=None, logit_bias=None, allowed_token_ids=None,
+    extra_args=None, bad_words=None, truncate_prompt_tokens=None,
+    best_of=None, logits_processors=None)
+
+
+def test_vllms_defaults_written_out_change_nothing():
+    assert EngineConfig(model="m", **ENGINE_DEFAULTS) == EngineConfig(model="m")
+    assert SamplingParams(**SAMPLING_DEFAULTS) == SamplingParams()
+
+
+@pytest.mark.parametrize(("given", "same"), [
+    (dict(enable_expert_parallel=True), dict(expert_parallel=True)),
+    (dict(seed=None), dict(seed=0)),
+    (dict(disable_log_stats=True, max_cpu_loras=4), {}), (dict(disable_log_stats=False), {}),
+    (dict(swap_space=0, data_parallel_size=1, disable_custom_all_reduce=True), {})], ids=str)
+def test_words_that_are_taken(given, same):
+    assert EngineConfig(model="m", **given) == EngineConfig(model="m", **same)
+
+
+@pytest.mark.parametrize("given", [
+    dict(served_model_name="x"),
+    dict(data_parallel_size=2), dict(kv_transfer_config={"kv_connector": "x"}), dict(swap_space=4),
+    dict(cpu_offload_gb=10), dict(tokenizer_mode="mistral"),
+    dict(mm_processor_kwargs={"size": 1}), dict(max_logprobs=20), dict(use_tqdm_on_load=False),
+    dict(compilation_config=3), dict(task="embed"), dict(data_parallel_size=True),
+    dict(attention_backend=["x"]), dict(worker_cls=object),
+    dict(logits_processors=["a.Class"])], ids=str)
+def test_an_option_that_is_missing_here_is_refused_with_its_value_and_a_way_round(given):
+    [(word, value)] = given.items()
+    with pytest.raises(ValueError) as error:
+        EngineConfig(model="m", **given)
+    assert re.fullmatch(rf"LLM\(\): {word}={re.escape(repr(value))} is not supported: [^\n]{{12,}}",
+                        str(error.value))
+
+
+@pytest.mark.parametrize("given", [
+    dict(guided_decoding={"regex": "a"}), dict(best_of=3),
+    dict(extra_args={"a": 1}), dict(use_beam_search=True), dict(truncate_prompt_tokens=5),
+    dict(spaces_between_special_tokens=False), dict(length_penalty=0.0)], ids=str)
+def test_a_field_of_sampling_params_is_refused_as_well(given):
+    [word] = given
+    with pytest.raises(ValueError, match=rf"SamplingParams: {word}=.* is not supported: \w+ \w+"):
+        SamplingParams(**given)
+
+
+@pytest.mark.parametrize(("call", "meant"), [
+    (lambda: EngineConfig(model="m", max_modle_len=1), "max_model_len"),
+    (lambda: EngineConfig(model="m", gpu_memory_utilisation=0.5), "gpu_memory_utilization"),
+    (lambda: SamplingParams(temprature=0), "temperature"),
+    (lambda: SamplingParams(max_new_tokens=3), "max_tokens")])
+def test_a_typing_error_names_the_nearest_word_and_no_list(call, meant):
+    with pytest.raises(TypeError) as error:
+        call()
+    assert str(error.value).endswith(f"did you mean {meant}?") and len(str(error.value)) < 100
+
+
+def test_a_word_like_no_other_is_still_explained():
+    with pytest.raises(TypeError, match=r"SamplingParams has no xyzzy: its help\(\)"):
+        SamplingParams(xyzzy=None)  # nobody's word, whatever its value
+
+
+def test_one_thing_under_two_names_is_refused():
+    with pytest.raises(TypeError, match="enable_expert_parallel is another name of expert_paral"):
+        EngineConfig(model="m", expert_parallel=True, enable_expert_parallel=False)
+
+
+def test_no_name_is_ours_and_refused_at_once():
+    """A feature that arrives takes its name out of the table, which would be asked no more."""
+    for record, taker in ((EngineConfig, "LLM"), (SamplingParams, "SamplingParams")):
+        assert not [field.name for field in dataclasses.fields(record)
+                    if (row := vllm.ROWS.get((taker, field.name))) and row.nothing != (None,)]
+
+
+def test_a_name_has_one_row_for_each_who_takes_it():
+    takers = {"LLM", "serve", "import", "SamplingParams", "call", "prompt", "pooling", "method",
+              "body"}
+    pairs = [(taker, name) for row in vllm.TABLE for taker in row.takers.split()
+             for name in row.names.split()]
+    assert len(pairs) == len(set(pairs)) and {taker for taker, _ in pairs} == takers
+    for row in vllm.TABLE:
+        assert not (row.remedy and row.ours) and (row.remedy or row.nothing in ((), (None,))), row
+
+
+@pytest.mark.parametrize("word", ["enable_eplb", "ubatch_size", "scheduler_cls",
+                                  "mamba_block_size", "data_parallel_rank"])
+def test_a_name_without_a_row_is_compared_with_none_that_is_only_similar(word):
+    """By difflib's usual measure mamba_block_size would be block_size, and enable_eplb
+    enable_lora."""
+    with pytest.raises(TypeError, match=rf"LLM\(\) has no {word}: its help\(\) tells what"):
+        EngineConfig(model="m", **{word: True})
+
+
+def test_a_clone_shares_nothing():
+    params = SamplingParams(stop=["a"], logit_bias={5: 1.0}, temperature=0.5, bad_words=["b"])
+    copy = params.clone()
+    assert copy == params and copy is not params
+    copy.stop.append("c")
+    copy.logit_bias[6] = 2.0
+    copy.bad_words.clear()
+    assert (params.stop, params.logit_bias, params.bad_words) == (["a"], {5: 1.0}, ["b"])
+
+
+def test_help_shows_the_fields_and_not_the_wrapper():
+    import inspect
+
+    for record in (EngineConfig, SamplingParams):
+        names = {field.name for field in dataclasses.fields(record)}
+        assert set(inspect.signature(record).parameters) == names

@@ -1,0 +1,54 @@
+"""The engine runs without what is handed to it: `nanoserve_extras` deleted, or one idea of it."""
+
+import shutil
+
+from clean_process import EXTRAS, FILES, PACKAGE, ROOT, modules, run
+
+# As if it had been deleted: an editable installation finds the clone's.
+HIDE = "import sys; sys.modules['nanoserve_extras'] = None"
+
+
+def test_the_engine_runs_without_the_extras(tmp_path, qwen3):
+    """With the two scripts that stand beside it, ranks, and a sentence for each thing that an extra
+    would do."""
+    shutil.copytree(PACKAGE, tmp_path / "nanoserve", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    for script in ("example.py", "bench.py"):
+        shutil.copy(ROOT / script, tmp_path)
+    names = "; ".join(f"import {name}" for name in modules(FILES)
+                      if "kernels" not in name)  # they need triton: for GPUs alone
+    (tmp_path / "config.json").write_text('{"architectures": ["OPTForCausalLM"]}')
+    run(f"""{HIDE}; {names}; from nanoserve import *
+import nanoserve; assert not hasattr(nanoserve, "PoolingParams")
+llm = LLM({str(qwen3)!r}, tensor_parallel_size=2)
+out = llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
+assert len(out[0].outputs[0].token_ids) == 4
+assert sys.modules["nanoserve"].__file__.startswith({str(tmp_path)!r})
+from nanoserve.__main__ import main
+assert main([]) == 0 and main(["serve"]) == 2
+for refused, words in (
+        (lambda: LLM({str(tmp_path)!r}), "OPTForCausalLM is not supported: choose one of Llama"),
+        (lambda: llm.embed("a"), "nanoserve_extras"),
+        (lambda: llm.generate([1], SamplingParams(structured_outputs=dict(regex="a"))),
+         "nanoserve_extras")):
+    try:
+        refused()
+    except (ValueError, AttributeError, TypeError) as error:
+        assert words in str(error), error
+    else:
+        assert False, words""", tmp_path)
+    run(f"""{HIDE}; import runpy
+for script in (["example.py"],
+               ["bench.py", "--num-prompts", "2", "--input-len", "8", "--output-len", "4"]):
+    sys.argv = script
+    runpy.run_path(script[0], run_name="__main__")""", tmp_path)
+
+
+def test_the_rest_runs_without_an_idea_that_nobody_asks_for(tmp_path, qwen3):
+    """A reader may delete a single idea with its rows in the tables, and not the folder alone."""
+    for package in (PACKAGE, EXTRAS):
+        shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns(
+            "lora", "drafts", "pooling", "server", "__pycache__"))
+    run(f"""from nanoserve import LLM, SamplingParams
+out = LLM({str(qwen3)!r}).generate([1, 2, 3], SamplingParams(max_tokens=4))
+assert len(out[0].outputs[0].token_ids) == 4""", tmp_path)
