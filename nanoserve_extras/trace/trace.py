@@ -4,8 +4,6 @@
     python -m nanoserve trace --budget 6 --blocks 12 --request 9:4 --request 20:2
     python -m nanoserve trace --csv arrivals.csv --blocks 4096 --html run.html
     python -m nanoserve trace --csv arrivals.csv --blocks 4096 --policy shortest
-    python -m nanoserve trace --compare static
-    python -m nanoserve trace --compare before.html after.html
 
 The decisions are the engine's own; only the tokens are made up, because no decision depends on what
 a token is. It needs neither torch nor a model, so it is the quickest way to see what a change to
@@ -23,9 +21,7 @@ line, are passed over). A cell of the table is what a request gets in that step:
     preempted gave its blocks back, will recompute
     ·         waits
 
-Below the step stands why: a line for each request that waits or was preempted. With `--compare` two
-runs are told apart instead: what chunks, the prefix cache, continuous batching or a policy bring.
-All figures are counted from the frames (recorder.py); tokens computed again count again.
+Below the step stands why: a line for each request that waits or was preempted.
 
 The clock is simulated: a step takes `--step-ms`, and `--token-us` more for each token in it. That
 is the shape of a real step (weights are read once, arithmetic grows with the tokens), not its size.
@@ -33,7 +29,6 @@ is the shape of a real step (weights are read once, arithmetic grows with the to
 
 import argparse
 import csv
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
@@ -42,20 +37,15 @@ from pathlib import Path
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
 from nanoserve.extra import Extra
 from nanoserve.frontend.command import command
-from nanoserve.frontend.metrics import EngineMetrics, percentile, summary
+from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
 from nanoserve_extras.trace.reasons import explain, lost_blocks
-from nanoserve_extras.trace.recorder import Trace, rows
+from nanoserve_extras.trace.recorder import Trace
 
 DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
 WIDEST_TABLE = 12  # requests; more have no table, only a summary
-VARIANTS: dict[str, dict] = {  # what the second simulation gets
-    "no-chunks": dict(enable_chunked_prefill=False),
-    "no-prefix-cache": dict(enable_prefix_caching=False),
-    "static": dict(static=True),
-    **{policy: dict(policy=policy) for policy in POLICIES}}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,22 +66,14 @@ def main(argv: list[str] | None = None) -> None:
                         help="seconds that the first of an idle engine waits for others")
     parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
     parser.add_argument("--json", metavar="FILE", help="write Chrome trace JSON, for Perfetto")
-    parser.add_argument("--compare", nargs="+", metavar="WHAT", help="tell this run apart from one "
-                        f"with {', '.join(VARIANTS)}; or two recorded pages")
     args = parser.parse_args(argv)
     try:
         arrivals = read_csv(args.csv) if args.csv else []
         arrivals += [parse(text) for text in args.request or ([] if args.csv else DEMO)]
         arrivals.sort(key=lambda arrival: arrival.seconds)  # --request's arrive at 0
-        options = (arrivals, args.budget, args.blocks, args.block_size, args.max_num_seqs,
-                   args.step_ms / 1e3, args.token_us / 1e6, args.max_wait)
-        simulation = Simulation(*options, policy=args.policy)
-        if args.compare:
-            how = VARIANTS.get(" ".join(args.compare))
-            print(tell_apart(*read_pages(args.compare) if how is None else (
-                simulation.stream(),
-                Simulation(*options, **dict(policy=args.policy) | how).stream())))
-            return
+        simulation = Simulation(arrivals, args.budget, args.blocks, args.block_size,
+                                args.max_num_seqs, args.step_ms / 1e3, args.token_us / 1e6,
+                                args.max_wait, args.policy)
         for path, suffix in ((args.html, ".html"), (args.json, ".json")):
             if path:
                 simulation.record(str(Path(path).with_suffix(suffix)))
@@ -162,16 +144,12 @@ class Simulation:
 
     def __init__(self, arrivals: list[Arrival], budget: int, num_blocks: int, block_size: int,
                  max_num_seqs: int, step_seconds: float = 5e-3, token_seconds: float = 20e-6,
-                 max_wait: float = 0.0, policy: str = "fcfs", static: bool = False, **options):
+                 max_wait: float = 0.0, policy: str = "fcfs"):
         config = EngineConfig(
             model="fake", max_model_len=num_blocks * block_size, block_size=block_size,
             max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget),
-            scheduling_policy=policy, **options)
-        longest = max([one.num_prompt + one.num_output for one in arrivals], default=0)
-        if longest > budget and not config.enable_chunked_prefill:
-            raise ValueError(f"no-chunks: raise --budget to {longest}, the longest request")
-        self.max_wait, self.static = max_wait, static  # static: nobody joins a batch that runs
-        self.scheduler = Scheduler(config, num_blocks)
+            scheduling_policy=policy)
+        self.scheduler, self.max_wait = Scheduler(config, num_blocks), max_wait
         self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
         self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
         self.stats = [RequestStateStats(arrival_time=arrival.seconds) for arrival in arrivals]
@@ -197,25 +175,13 @@ class Simulation:
         self.add(trace)
         return trace
 
-    def stream(self) -> dict:
-        """Runs to the end; what was recorded, with each arrival at its own time."""
-        trace = self.record("compared.html")  # never closed, so this file is never written
-        self.finish()
-        stream = trace.stream()
-        for request, stats in zip(stream["requests"], self.stats, strict=True):
-            request[2] = round(1e6 * stats.arrival_time)
-        return stream
-
     def _arrive(self) -> None:
         """Whoever is due; when nobody runs, the clock jumps to the next arrival, and `max_wait` on
         (a server also begins when a step is full)."""
-        if self.static and self.scheduler.has_unfinished():
-            return
         if not self.scheduler.has_unfinished() and self.num_arrived < len(self.seqs):
             self.now = max(self.now, self.stats[self.num_arrived].arrival_time + self.max_wait)
         while self.num_arrived < len(self.seqs) and (
-                self.stats[self.num_arrived].arrival_time <= self.now) and not (
-                self.static and len(self.scheduler.waiting) == self.scheduler.max_num_seqs):
+                self.stats[self.num_arrived].arrival_time <= self.now):
             seq, stats = self.seqs[self.num_arrived], self.stats[self.num_arrived]
             self.scheduler.add(seq)
             for tell in self.scheduler.hooks.added:
@@ -318,47 +284,6 @@ def _cell(step: Step, seq: Sequence) -> str:
     text = f"{start}" if n == 1 else f"{start}..{start + n}"
     hit = f"hit {start}, " if start and seq in step.admitted else ""
     return hit + text + (" →" if seq in step.sampling else "")
-
-
-# ---------------------------------------------------------- two runs told apart
-
-
-def read_pages(paths: list[str]) -> list[dict]:
-    """The streams of two recorded pages. Raises `ValueError` for anything else."""
-    texts = [Path(path).read_text("utf-8") for path in paths if Path(path).is_file()]
-    found = [text.partition('type="application/json">')[2] for text in texts]
-    if len(paths) != 2 or len(list(filter(None, found))) != 2:
-        raise ValueError(f"--compare {' '.join(paths)}: name one of {', '.join(VARIANTS)}; or two "
-                         "pages of runs, as LLM(trace='run.html') writes them")
-    return [json.loads(text.partition("</script>")[0]) for text in found]
-
-
-def tell_apart(one: dict, other: dict) -> str:
-    """A line for each figure of two streams."""
-    lines = []
-    for (what, a), b in zip(figures(one).items(), figures(other).values(), strict=True):
-        how = ("the same" if a == b else f"{b / a:.1f} times as much" if b >= 2 * a > 0 else
-               f"{abs(b / a - 1):.1%} {'more' if b > a else 'less'}" if a else "more")
-        lines.append(f"{what}: {a:,} and {b:,}, {how}")
-    return "\n".join(lines)
-
-
-def figures(stream: dict) -> dict[str, float]:
-    """What is compared, by the name that a reader sees."""
-    requests, frames, waited = stream["requests"], stream["frames"], {}
-    steps = [(frame, found) for frame, found in zip(frames, rows(frames), strict=True) if found]
-    for frame, found in steps:
-        for request, *_, samples in found:
-            if samples:  # its first token; in ms
-                waited.setdefault(
-                    request, (frame["t"] + frame["d"] - requests[request][2]) / 1e3)
-    ordered = sorted(waited.values()) or [0.0]
-    return {"steps": len(steps),
-            "tokens computed": sum(n for _, found in steps for _, _, n, _ in found),
-            "preemptions": sum(len(frame.get("p", [])) // 2 for frame in frames),
-            "ms to a first token, mean": round(sum(ordered) / len(ordered), 1),
-            "ms to a first token, p99": round(percentile(ordered, 99), 1),
-            "ms until all was done": round(frames[-1]["t"] / 1e3, 1)}
 
 
 if __name__ == "__main__":

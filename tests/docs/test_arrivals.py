@@ -45,11 +45,6 @@ def test_what_max_wait_brings():
         assert list(found.groups()) == shown
 
 
-def test_static_batches_are_told_apart():
-    shown = block_after(PAGE, "<!-- printed with --compare static -->")
-    assert printed("--compare", "static") == shown
-
-
 def test_the_hot_prefix_tells_eviction_rules_apart(monkeypatch):
     """A rule is a sort key of the free blocks that can be found; the first is reused first. The
     block manager's own rule is the time at which a block was freed, and needs no sorting."""
