@@ -11,30 +11,32 @@ ui.perfetto.dev opens. A frame is a step, with all that has happened since the s
     l         of those, what the store behind the cache brought: request, tokens
     w         why requests wait: request, what follows its name in a sentence (see reasons.py)
     n         the request that is next in line: waiting requests not in w stand behind it
-    x         rows: request, first position, tokens, 1 if a token is sampled
-    c         requests that no longer cruise
+    x         rows, in columns: requests, first positions, tokens, 1 where a token is sampled
     g         blocks given back: request, how many leading ones (-1: all)
     b         blocks taken: one list for each request, [request, block, block, ...]
     s         when stages computed: which one, from when to when (µs; layer_plan/layer_plan.py)
     k, e      blocks that became findable in the prefix cache; that are findable no more
     v         tokens in the encoder cache from here on, images encoded (multimodal/multimodal.py)
 
-The stream is small because decoding is not listed: a request that decodes *cruises*, which means
-one token a step, at the next position, until `c` or `x` says otherwise. So 2,000 steps of 256
-requests are half a million rows, and a file of about a megabyte.
+Rows are written as they are, and the page holds all of it as gzip, which the browser uncompresses.
+From step to step most of a column stays, so half a million rows, 2,000 steps of 256 requests, are
+a file of about two megabytes.
 
 Invariant: replaying g, b, k and e gives the block manager's own reference counts and cache after
-every `schedule()` (the tests replay them with a ledger of their own). Only changes are looked at,
-and the reasons of waiting requests: a step costs O(running + its new blocks + those of the next in
-line), never O(blocks) or O(waiting). Known limit: the trace grows with the run, so it stops after
-`MAX_STEPS` steps, and says so. Not known here: torch, the browser.
+every `schedule()` (the tests replay them with a ledger of their own). Of memory only changes are
+told, and the reasons of waiting requests: a step costs O(running + its new blocks + those of the
+next in line), never O(blocks) or O(waiting). Known limit: the trace grows with the run, so it stops
+after `MAX_STEPS` steps, and says so.
 """
 
+import gzip
 import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from array import array
+from base64 import b64encode
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +52,6 @@ from nanoserve_extras.trace.reasons import explain
 MAX_STEPS = 20_000
 TEMPLATE = Path(__file__).parent / "trace.html"
 PROMPT_PREVIEW = 120  # characters
-NO_ROW = -1
 
 
 class Recorder(Extra):
@@ -84,8 +85,6 @@ class Lane:
     table: list[int] = field(default_factory=list)  # the sequence's own list: told by identity
     num_seen: int = 0  # its blocks that were told
     num_released: int = 0
-    num_committed: int = 0  # blocks looked at for the prefix cache
-    next_start: int = NO_ROW  # where a cruising sequence goes on
 
 
 class Trace(Extra):
@@ -102,19 +101,17 @@ class Trace(Extra):
         self.start, self.first = clock(), scheduler.num_steps  # what came before has no frame
         self.frames: list[dict] = []
         self.frame: dict[str, list] = {}  # what has happened since the last frame
-        self.findable: dict[int, bool] = {}  # blocks whose place in the cache changed since then
+        # Blocks whose place in the prefix cache changed since then; at first all that are in it.
+        self.findable = {entry.block_id: True for entry in blocks.cached.values()}
         self.lanes: dict[Sequence, Lane] = {}  # of all that have not ended
         self.requests: list[list] = []
         self.frame_of: dict[int, dict] = {}  # of steps in flight, by their index
-        self.cruising: set[Sequence] = set()
-        self.block_of = {entry.key: entry.block_id for entry in blocks.cached.values()}
         self.closed, self.is_written = False, False  # the second: nothing is new since `write`
         self.last_write = (0.0, 0.0)  # when it ended, how long it took
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
             budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs,
-            states=bool(blocks.hooks.usable), lanes=scheduler.steps_at_once,
-            images=0 if eyes is None else eyes.budget)
+            states=bool(blocks.hooks.usable), images=0 if eyes is None else eyes.budget)
 
     # ------------------------------------------------------ what it is told
 
@@ -141,31 +138,24 @@ class Trace(Extra):
             self._tell("p", self.lanes[seq].number, self.lanes[taker].number)
             self._look_at_blocks(seq, self.lanes[seq])
         sampling, admitted = set(step.sampling), set(step.admitted)
-        for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
+        for seq, start in zip(step.num_new_tokens, step.starts, strict=True):
             lane = self.lanes[seq]
             if seq in admitted and start:
                 self._tell("h", lane.number, start)
             if seq in step.num_loaded:
                 self._tell("l", lane.number, step.num_loaded[seq])
-            samples = seq in sampling
-            if num_new != 1 or start != lane.next_start or not samples:
-                self._tell("x", lane.number, start, num_new, int(samples))
-                if num_new == 1 and samples:
-                    self.cruising.add(seq)
-                else:
-                    self.cruising.discard(seq)
-            lane.next_start = start + 1 if num_new == 1 and samples else NO_ROW
             if len(seq.block_table) != lane.num_seen or seq.block_table is not lane.table:
                 self._look_at_blocks(seq, lane)
-        for seq in self.cruising - step.num_new_tokens.keys():
-            self._stop_cruising(seq)
         waits = explain(self.scheduler, step)
         for seq, reason in waits.of.items():
             if seq not in step.preempted:  # who was has told so already
                 self._tell("w", self.lanes[seq].number, reason)
         if waits.next_in_line is not None:
             self._tell("n", self.lanes[waits.next_in_line].number)
-        self.frame_of[step.index] = self._frame(step.index - self.first, -1)
+        columns = ([self.lanes[seq].number for seq in step.num_new_tokens], step.starts,
+                   step.num_new_tokens.values(), [seq in sampling for seq in step.num_new_tokens])
+        self.frame_of[step.index] = self._frame(step.index - self.first, -1) | {
+            "x": [array("i", column) for column in columns]}  # a list takes ten times as much
         self.frames.append(self.frame_of[step.index])
         self.frame, self.findable, self.is_written = {}, {}, False
 
@@ -177,16 +167,10 @@ class Trace(Extra):
             if spans := getattr(step.output, "spans", ()):
                 frame["s"] = [number for stage, *span in spans for number in (
                     stage, *(round(1e6 * (at + one)) for one in span))]
-        if self.closed or frame is None:
-            return
-        block_size = self.blocks.block_size
-        for seq, num_new in step.num_new_tokens.items():
-            if num_new > 1 or seq in step.num_loaded or seq.num_computed_tokens % block_size == 0:
-                lane = self.lanes.get(seq)
-                if lane is not None:
-                    self._look_at_cache(seq, lane)
-                    if seq.num_released_blocks > lane.num_released:
-                        self._look_at_blocks(seq, lane)
+        for seq in step.num_new_tokens:
+            lane = self.lanes.get(seq)
+            if lane is not None and seq.num_released_blocks > lane.num_released:
+                self._look_at_blocks(seq, lane)
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
@@ -195,7 +179,6 @@ class Trace(Extra):
                 self._tell("f", lane.number, seq.finish_reason,
                            len(seq.token_ids) - seq.num_prompt_tokens)
                 self._look_at_blocks(seq, lane)
-                self._stop_cruising(seq)
                 del self.lanes[seq]
 
     # ---------------------------------------------- what changed in memory
@@ -207,7 +190,7 @@ class Trace(Extra):
             if lane.num_seen:
                 self._tell("g", lane.number, -1)
             lane.table, lane.num_seen = seq.block_table, 0
-            lane.num_released = lane.num_committed = 0
+            lane.num_released = 0
         if seq.num_released_blocks > lane.num_released:
             self._tell("g", lane.number, seq.num_released_blocks - lane.num_released)
             lane.num_released = seq.num_released_blocks
@@ -216,29 +199,15 @@ class Trace(Extra):
             self._tell("b", [lane.number, *new])
             lane.num_seen += len(new)
 
-    def _look_at_cache(self, seq: Sequence, lane: Lane) -> None:
-        """Tell which of the blocks that are full now can be found (a copy of a cached one can't).
-
-        The kept list is used because a sequence that ended in this step has none any more.
-        """
-        num_full = min(seq.num_computed_tokens // self.blocks.block_size, len(lane.table))
-        for block_id in lane.table[lane.num_committed:num_full]:
-            entry = self.blocks.entry_of[block_id]
-            if entry is not None and self.block_of.get(entry.key) != block_id:
-                self.block_of[entry.key] = block_id
-                self._change(block_id, True)
-        lane.num_committed = max(lane.num_committed, num_full)
+    def committed(self, entry: CacheEntry) -> None:
+        self._change(entry.block_id, True)
 
     def evicted(self, entry: CacheEntry) -> None:
-        if self.closed:
-            return
-        block_id = self.block_of.pop(entry.key, None)
-        if block_id is not None:
-            self._change(block_id, False)
+        self._change(entry.block_id, False)
 
     def _change(self, block_id: int, findable: bool) -> None:
         """Twice in one frame is no change: committed, given back and taken by the next one."""
-        if self.findable.pop(block_id, None) is None:
+        if not self.closed and self.findable.pop(block_id, None) is None:
             self.findable[block_id] = findable
 
     def _look_at_images(self) -> None:
@@ -249,12 +218,6 @@ class Trace(Extra):
             if (tokens, runs) != self.seen:
                 self.frames[-1]["v"] = [tokens, runs - self.seen[1]]
                 self.seen = tokens, runs
-
-    def _stop_cruising(self, seq: Sequence) -> None:
-        if seq in self.cruising:
-            self.cruising.remove(seq)
-            self.lanes[seq].next_start = NO_ROW
-            self._tell("c", self.lanes[seq].number)
 
     # ------------------------------------------------------------- the stream
 
@@ -279,8 +242,7 @@ class Trace(Extra):
 
     def _finish_recording(self) -> None:
         self.closed = True
-        for state in (self.lanes, self.cruising):
-            state.clear()
+        self.lanes.clear()
 
     def stream(self) -> dict:
         """All of it, as it is now. The last frame is no step: it has what happened after it."""
@@ -325,34 +287,19 @@ class Trace(Extra):
 
 
 def page(stream: dict) -> str:
-    """The template with the data in it, as JSON without a `<`: no text can end the script that it
-    stands in, and the page's own script shows text as text only."""
-    data = json.dumps(stream, separators=(",", ":")).replace("<", "\\u003c")
+    """The template with the data in it: JSON, gzip'ed, in base64. No text can end the script that
+    it stands in, and the page's own script shows text as text only."""
+    data = json.dumps(stream, separators=(",", ":"), default=list).encode()  # arrays as lists
     before, after = TEMPLATE.read_text(encoding="utf-8").split("/*THE TRACE*/")
-    return before + data + after
-
-
-def rows(frames: list[dict]) -> Iterator[list[tuple[int, int, int, bool]]]:
-    """The rows of each frame, cruising ones spelt out: (request, start, tokens, samples)."""
-    cruising: dict[int, int] = {}  # request -> its next position
-    for frame in frames:
-        ended = cruising if frame["i"] < 0 else frame.get("c", [])
-        found = {request: (start, 1, True) for request, start in cruising.items()
-                 if request not in ended}
-        values = iter(frame.get("x", []))
-        for request, start, n, samples in zip(values, values, values, values, strict=True):
-            found[request] = start, n, bool(samples)
-        cruising = {request: start + 1 for request, (start, n, samples) in found.items()
-                    if n == 1 and samples}
-        yield [(request, *row) for request, row in found.items()]
+    packed = gzip.compress(data, 1)  # the default, 9, saves a fifth and takes four times as long
+    return before + b64encode(packed).decode() + after
 
 
 def chrome_trace(stream: dict) -> dict:
     """The same in the Trace Event Format: a track of steps, a track for each request, counters.
 
     A run of decoding steps is one slice. With overlap a step starts before the last one has ended;
-    slices of a track must not overlap, so it is drawn from where the last one ends. Where as many
-    steps are in flight as there are stages, there are as many tracks of steps.
+    slices of a track must not overlap, so it is drawn from where the last one ends.
     """
     events: list[dict] = []
 
@@ -360,22 +307,20 @@ def chrome_trace(stream: dict) -> dict:
         events.append(dict(ph=ph, name=name, pid=pid, tid=tid, ts=ts, **more))
         return events[-1]
 
-    for pid, name in ((1, "engine"), (2, "requests"), (3, "stages")):
+    for pid, name in ((1, "engine"), (2, "requests")):
         tell("M", "process_name", pid, 0, args={"name": name})
     for number, (name, num_prompt, _, _) in enumerate(stream["requests"]):
         tell("M", "thread_name", 2, number, args={"name": f"{name} ({num_prompt} prompt tokens)"})
     decoding: dict[int, dict] = {}  # request -> its slice that may go on
     reached = [0] * len(stream["requests"])  # how far it was computed: what is before is repeated
-    prompt = [request[1] for request in stream["requests"]]
-    ends = [0] * stream["meta"]["lanes"]
-    for frame, found in zip(stream["frames"], rows(stream["frames"]), strict=True):
-        step, lane = f"step {frame['i']}", frame["i"] % len(ends)
-        begin, end = (max(t, ends[lane]) for t in (frame["t"], frame["t"] + max(frame["d"], 0)))
+    end = 0
+    for frame in stream["frames"]:
+        begin, end = (max(t, end) for t in (frame["t"], frame["t"] + max(frame["d"], 0)))
         sums = dict(prefill=0, decode=0, recompute=0)
         still: dict[int, dict] = {}
-        for request, start, n, _ in found:
+        for request, start, n, _ in zip(*frame.get("x", ()), strict=True):
             kind = ("recompute" if start < reached[request] else
-                    "prefill" if start < prompt[request] else "decode")
+                    "prefill" if start < stream["requests"][request][1] else "decode")
             sums[kind] += n
             # Of a decoding row with drafts only the first token is sure to stay.
             reached[request] = max(reached[request], start + (1 if kind == "decode" else n))
@@ -387,14 +332,13 @@ def chrome_trace(stream: dict) -> dict:
             event["args"]["tokens"] += n
             if kind == "decode":
                 still[request] = event
-        decoding, ends[lane] = still, end
+        decoding = still
         if frame["i"] >= 0:
-            tell("X", step, 1, lane, begin, dur=end - begin, args=dict(tokens=sum(sums.values())))
+            tell("X", f"step {frame['i']}", 1, 0, begin, dur=end - begin,
+                 args=dict(tokens=sum(sums.values())))
         tell("C", "tokens", 1, 0, begin, args=sums)
         if "v" in frame:
             tell("C", "encoder cache", 1, 0, begin, args=dict(tokens=frame["v"][0]))
-        for stage, since, until in zip(*[iter(frame.get("s", ()))] * 3, strict=True):
-            tell("X", step, 3, stage, since, dur=until - since)
         for kind, name in (("h", "prefix hit"), ("l", "loaded from the store"), ("p", "preempted")):
             for request in frame.get(kind, [])[::2]:
                 tell("i", name, 2, request, begin, s="t")

@@ -6,12 +6,14 @@ tests/parallel/test_layer_plan_processes.py has processes.
 
 import json
 import time
+from itertools import pairwise
 
 import pytest
 import torch
 from helpers import hand_over
 from scheduler_by_hand import add, finish_step, make
 from scheduler_by_hand import alone as by_hand
+from witness import read
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -227,27 +229,21 @@ def test_sums_of_a_stream_are_those_that_the_next_norm_reads():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_trace_has_tracks_of_steps_in_flight_and_of_stages(checkpoints, prompts, tmp_path,
-                                                             ranks_in_threads, overlap):
-    """Slices of a track don't overlap, those of two steps in flight do. A stage computes a step
-    when the one before it has, and rank 0 once more when all have."""
-    with LLM(checkpoints["qwen3"], **SMALL, layer_plan=[1, 1, 1], trace=tmp_path / "it.json",
+def test_a_trace_tells_when_each_stage_computed_each_step(checkpoints, prompts, tmp_path,
+                                                          ranks_in_threads, overlap):
+    """A stage computes one step at a time, each when the stage before it has, and rank 0 once more
+    when all have. With overlap a step is scheduled before the last one has ended."""
+    with LLM(checkpoints["qwen3"], **SMALL, layer_plan=[1, 1, 1], trace=tmp_path / "it.html",
              async_scheduling=overlap) as llm:
         texts(llm, prompts[3:6])
         assert not llm.runner.parts.decoder.coming
-    events = json.loads((tmp_path / "it.json").read_text())["traceEvents"]
-    spans = [(one["pid"], one["tid"], one["ts"], one["ts"] + one["dur"], one["name"])
-             for one in events if one["ph"] == "X" and one["pid"] in (1, 3)]
-    tracks = {key: sorted(span[2:] for span in spans if span[:2] == key)
-              for key in {span[:2] for span in spans}}
-    assert set(tracks) == {(3, 0), (3, 1), (3, 2)} | {(1, i) for i in range(3 if overlap else 1)}
-    for track in tracks.values():
-        assert all(one[1] <= other[0] for one, other in zip(track, track[1:], strict=False))
-    if overlap:
-        assert any(start < begin < end for start, end, _ in tracks[1, 0]
-                   for begin, _, _ in tracks[1, 1])
-    for *_, name in tracks[3, 1]:
-        (first, last), one, two = ([span[:2] for span in tracks[3, stage] if span[2] == name]
-                                   for stage in range(3))
+    *frames, _ = read(tmp_path / "it.html")["frames"]
+    spans = [[[span[1:] for span in zip(*[iter(frame["s"])] * 3, strict=True) if span[0] == stage]
+              for stage in range(3)] for frame in frames]  # by frame and stage: from, to
+    for stage in range(3):
+        track = sorted(span for frame in spans for span in frame[stage])
+        assert all(one[1] <= other[0] for one, other in pairwise(track))
+    assert overlap == any(other["t"] < one["t"] + one["d"] for one, other in pairwise(frames))
+    for (first, last), one, two in spans:
         order = [*first, *one[0], *two[0], *last]
         assert order == sorted(order) and len(one) == len(two) == 1

@@ -1,10 +1,12 @@
 """A witness of a step trace: a ledger that replays the frames with nothing but lists."""
 
+import gzip
 import json
+from base64 import b64decode
 
 from nanoserve.extra import Extra
 from nanoserve_extras.trace.reasons import Waits, explain
-from nanoserve_extras.trace.recorder import Trace, rows
+from nanoserve_extras.trace.recorder import Trace
 
 
 class Ledger:
@@ -40,7 +42,7 @@ class Witness(Extra):
         self.trace, self.scheduler, self.blocks = trace, scheduler, scheduler.blocks
         self.ledger = Ledger(scheduler.blocks.num_blocks)
         self.num_read = 0
-        self.steps: list[dict[str, tuple[int, int, bool]]] = []
+        self.steps: list[dict[str, list]] = []
         self.preempted, self.admitted, self.ends = [], [], []
 
     def scheduled(self, step) -> None:
@@ -51,7 +53,7 @@ class Witness(Extra):
         self.num_read += 1
         self.ledger.read(frame)
         self.compare()
-        self.steps.append({seq.name: (start, n, seq in step.sampling) for (seq, n), start in zip(
+        self.steps.append({seq.name: [start, n, seq in step.sampling] for (seq, n), start in zip(
             step.num_new_tokens.items(), step.starts, strict=True)})
         self.preempted.append([name for victim, taker in step.preempted.items()
                                for name in (victim.name, taker.name)])
@@ -85,10 +87,10 @@ class Witness(Extra):
         self.ledger.read(tail)
         self.compare()
         names = [request[0] for request in stream["requests"]]
-        for found, expected in zip(rows(frames), self.steps, strict=True):
-            assert {names[request]: (start, n, samples)
-                    for request, start, n, samples in found} == expected
-            assert len(found) == len(expected)
+        for frame, expected in zip(frames, self.steps, strict=True):
+            assert len(frame["x"][0]) == len(expected)
+            assert {names[request]: row
+                    for request, *row in zip(*frame["x"], strict=True)} == expected
         assert [[names[r] for r in frame.get("p", [])] for frame in frames] == self.preempted
         hits = [frame.get("h", []) for frame in frames]
         assert [{names[r]: n for r, n in zip(h[::2], h[1::2], strict=True)}
@@ -105,6 +107,6 @@ class Witness(Extra):
 def read(path) -> dict:
     """The data of a page, as a browser finds it."""
     text = path.read_text(encoding="utf-8")
-    marker = '<script id="data" type="application/json">'
+    marker = '<script id="data" type="application/gzip">'
     start = text.index(marker) + len(marker)
-    return json.loads(text[start:text.index("</script>", start)])
+    return json.loads(gzip.decompress(b64decode(text[start:text.index("</script>", start)])))

@@ -290,9 +290,9 @@ def test_the_victim_that_nobody_stands_behind_preempts_itself(browser, runs):
 
 def test_positions_count_from_the_first_block_that_a_window_left_behind(browser, tmp_path):
     """A sliding window gave back block 0 of the table [0, 1, 2]: block 1 keeps positions 4 to 7,
-    also on the way back from a keyframe."""
+    also on the way back from a keyframe. Block 3 was cached before the recording began."""
     step = {"i": 0, "t": 0, "d": 1}
-    frames = [step | {"q": [0], "b": [[0, 0, 1]]}, step | {"g": [0, 1], "b": [[0, 2]]},
+    frames = [step | {"q": [0], "b": [[0, 0, 1]], "k": [3]}, step | {"g": [0, 1], "b": [[0, 2]]},
               *([step] * 70), {"i": -1, "t": 99, "d": 0}]
     meta = dict(title="", note="", num_blocks=4, block_size=4, budget=8, max_num_seqs=1)
     stream = dict(meta=meta, requests=[["A", 3, 0, ""]], frames=frames)
@@ -303,13 +303,17 @@ def test_positions_count_from_the_first_block_that_a_window_left_behind(browser,
         browser.move(5, 5)
         browser.move(*middle_of_block(browser, 1))
         assert browser.js("document.querySelector('#tip').innerText").endswith("positions 4 to 7")
+    browser.move(*middle_of_block(browser, 3))
+    assert browser.js("document.querySelector('#tip').innerText") == (
+        "Block 3\nfree, but findable: from before the first step")
+    assert not browser.complaints()
 
 
 def test_a_hit_that_the_store_brought_has_a_colour_of_its_own(browser, tmp_path):
     """A finds 8 tokens in the cache, B another 4 and 8 in the store."""
     step = {"i": 0, "t": 0, "d": 1}
     frames = [step | {"q": [0, 1], "h": [0, 8, 1, 12], "l": [1, 8], "b": [[0, 0, 1, 2], [1, 3, 4]],
-                      "x": [0, 8, 1, 1, 1, 12, 1, 1]}, {"i": -1, "t": 99, "d": 0}]
+                      "x": [[0, 1], [8, 12], [1, 1], [1, 1]]}, {"i": -1, "t": 99, "d": 0}]
     meta = dict(title="", note="", num_blocks=8, block_size=4, budget=8, max_num_seqs=2)
     requests = [["A", 9, 0, ""], ["B", 13, 0, ""]]
     (tmp_path / "run.html").write_text(
@@ -333,8 +337,8 @@ def test_a_hit_that_the_store_brought_has_a_colour_of_its_own(browser, tmp_path)
 def test_the_encoder_cache_has_a_line_of_its_own(browser, tmp_path):
     """Two images of 8 tokens in step 0, into room for 32, and one more behind it in step 2."""
     step = {"t": 0, "d": 1}
-    frames = [step | {"i": 0, "q": [0], "x": [0, 0, 20, 0], "v": [16, 2]},
-              step | {"i": 1, "x": [0, 20, 9, 1]}, step | {"i": 2, "v": [24, 1]},
+    frames = [step | {"i": 0, "q": [0], "x": [[0], [0], [20], [0]], "v": [16, 2]},
+              step | {"i": 1, "x": [[0], [20], [9], [1]]}, step | {"i": 2, "v": [24, 1]},
               {"i": -1, "t": 99, "d": 0}]
     meta = dict(title="", note="", num_blocks=8, block_size=4, budget=32, max_num_seqs=2)
     for name, images in (("sees", 32), ("reads", 0)):
