@@ -261,12 +261,11 @@ def try_network(name: str, folder: Path) -> tuple[str, str]:
     who = "our decoder" if who == "nanoserve" else who
     if name in POOLED:
         return architecture, who + compare_vectors(folder, options)
-    model = verify.load_reference(folder / "text" if name == "gemma3n" else folder, "float32")
-    prompts = verify.make_prompts(None, 250, NUM_PROMPTS, 80)
-    texts = [verify.write_reference(model, prompt, config.eos_token_ids, MAX_TOKENS, 2e-5, True)
-             for prompt in prompts]
-    rows = [verify.run_mode(folder, mode, texts, MAX_TOKENS, dtype="float32", kernels="auto",
-                            tensor_parallel_size=1, model_impl="auto")
+    model = verify.load_reference(folder / "text" if name == "gemma3n" else folder)
+    prompts = verify.read_prompts(verify.PROMPTS, None, NUM_PROMPTS, 80)
+    texts = [verify.write_reference(model, prompt, config.eos_token_ids, MAX_TOKENS,
+                                    verify.NEAR_TIE, True) for prompt in prompts]
+    rows = [verify.run_mode(folder, mode, texts, MAX_TOKENS, tensor_parallel_size=1)
             for mode in verify.modes_for(config)]
     wrong = sum(bool(row.differ) for row in rows)
     near = sum(len(row.near_ties) for row in rows)
@@ -275,7 +274,7 @@ def try_network(name: str, folder: Path) -> tuple[str, str]:
 
 
 def compare_vectors(folder: Path, options: dict) -> str:
-    prompts = verify.make_prompts(None, 250, NUM_PROMPTS, 80)
+    prompts = verify.read_prompts(verify.PROMPTS, None, NUM_PROMPTS, 80)
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = [model(torch.tensor([ids])).last_hidden_state[0].mean(0) for ids in prompts]

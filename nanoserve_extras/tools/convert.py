@@ -173,10 +173,9 @@ def probe(folder: Path) -> None:
     length = min(40, model.config.max_position_embeddings - 4)
     prompt = [i * 7919 % model.config.vocab_size for i in range(length)]
     ends = model.generation_config.eos_token_id or ()
-    text = write_reference(model, prompt, ends, 4, NEAR_TIE["float32"], dense=True)
+    text = write_reference(model, prompt, ends, 4, NEAR_TIE, dense=True)
     del model
-    row = run_mode(folder, BATCHED, [text], 4, dtype="float32", device="cpu",
-                   tensor_parallel_size=1)
+    row = run_mode(folder, BATCHED, [text], 4, device="cpu", tensor_parallel_size=1)
     if row.differ:
         raise ValueError(f"the engine writes another text than transformers: {row.differ[0]}")
 

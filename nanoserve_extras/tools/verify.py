@@ -7,27 +7,25 @@
 
 The scheduler may change *when* a token is computed, never *which* token comes out. So transformers
 writes greedily, one prompt at a time, once; then the engine has to write the same in each mode, a
-row of the table: alone and batched, in chunks, from the prefix cache, preempted and so on.
+row of the table: alone and batched, in chunks, from the prefix cache, preempted and so on. Both
+compute in float32: in bfloat16 so many choices are as close as rounding that only coarse faults
+would show.
 
 A token that differs is a bug or a near-tie. The same numbers added in another order round
 differently, which decides where two logits are almost equal. The `gap` tells them apart: how far
-our token's logit lies below the best one in transformers' logits (for the runner-up it is the gap
-of the top two). Rounding errors are relative, so a near-tie is a gap of at most `--near-tie` times
-the largest |logit| there. Correct fp32 engines were 1e-6 apart by that measure on a trained model
-and 9e-6 on 28 layers of random weights; the default is 2e-5, which is 6e-4 for a logit of 30. After
-a near-tie the two texts go on differently, so the rest of that text isn't compared.
+our token's logit lies below the best one in transformers' logits. Rounding errors are relative, so
+a near-tie is a gap of at most `--near-tie` times the largest |logit| there. Correct engines were
+1e-6 apart by that measure on a trained model and 9e-6 on 28 layers of random weights; the default
+is 2e-5, which is 6e-4 for a logit of 30. After a near-tie the two texts go on differently, so the
+rest of that text isn't compared.
 
-With `--dtype bfloat16` the engine's errors are 2e-2, and with some random weights larger than any
-margin. transformers then gets the rounded *weights* but computes in fp32: its gaps are exact, only
-our error counts. Almost half of all positions have a gap within the margin, where a wrong token
-passes as a near-tie: so bf16 finds only coarse bugs, and fp32 is the proof. The reference is a
-plain loop and not `generate`, because generation_config.json may ask for penalties; with `--dense`
-it has no KV cache either, so that a fault of transformers' cache can't be taken for ours. Prompts
-and output tokens are counted from 0. Not found: a bug that both engines have.
+The reference is a plain loop and not `generate`, because generation_config.json may ask for
+penalties; with `--dense` it has no KV cache either, so that a fault of transformers' cache can't be
+taken for ours. Prompts and output tokens are counted from 0. Not found: a bug that both engines
+have.
 """
 
 import argparse
-import random
 import sys
 import traceback
 from collections.abc import Iterator
@@ -54,7 +52,7 @@ from nanoserve.sequence import Step
 from nanoserve_extras import read_model
 from nanoserve_extras.block_store.block_store import BlockStore
 
-NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
+NEAR_TIE = 2e-5  # the default
 CONDITIONAL = "ForConditionalGeneration"  # how the names of wrappings end
 NEVER = " (never!)"  # behind a mode in which what it is for did not happen
 NUM_RIVALS = 20  # the likeliest tokens of a position, whose gaps are kept
@@ -62,16 +60,9 @@ EXIT_CODES = """exit code: 0, the same text in every mode but for near-ties; 1, 
 a mode that failed; 2, wrong use, or a model that can't be loaded, here or in transformers; 130,
 interrupted, and no difference so far"""
 
-# (tokens of a common beginning, own tokens): around one and two blocks of 16, and many blocks.
-LENGTHS = [(0, 1), (0, 15), (0, 16), (0, 17), (40, 1), (0, 31), (0, 32), (40, 8), (0, 33), (40, 24),
-           (40, 8), (0, 70)]
-SENTENCES = [
-    "The harbour was quiet, and the boats moved a little although there was no wind.",
-    "She counted the coins twice: 3, 7, 12 and one that nobody knew.",
-    "def area(width, height):\n    return width * height",
-    "Im Frühling läuft der Fuchs über die Brücke, weil drüben das Gras höher ist.",
-    "昨日は雨でしたが、今日は空がとても青いです。 Первый снег выпал ночью.",
-    "\"Where does the river end?\" asked the boy; his mother laughed 🙂🗺️."]
+PROMPTS = Path(__file__).with_suffix(".txt")
+# To how many tokens these are cut: around one and two blocks of 16, and many blocks.
+LENGTHS = [1, 15, 16, 17, 41, 31, 32, 48, 33, 64, 48, 70]
 
 
 @dataclass(frozen=True)
@@ -171,32 +162,18 @@ class Row:
         return "\n    ".join([line, *self.differ[:1], *self.near_ties[:1]])
 
 
-def make_prompts(tokenizer, vocab_size: int, count: int, longest: int) -> list[list[int]]:
-    """Prompts of the lengths above; random token ids where there is no tokenizer."""
-    rng = random.Random(0)
-
-    def tokens(n: int) -> list[int]:
-        if tokenizer is None:
-            return [rng.randrange(vocab_size) for _ in range(n)]
-        # n + 1 sentences are more than n tokens. Half a word or character will do at either end.
-        text = " ".join(rng.choices(SENTENCES, k=n + 1))[rng.randrange(20):]
-        return tokenizer.encode(text)[:n]
-
-    common = tokens(40)
-    lengths = [LENGTHS[i % len(LENGTHS)] for i in range(count)]
-    return [(common[:shared] + tokens(own))[:longest] for shared, own in lengths]
-
-
 def read_prompts(path: Path, tokenizer, count: int, longest: int) -> list[list[int]]:
-    """The user's prompts, one a line. Raises `ValueError` for none, or one that is too long."""
-    if tokenizer is None:
-        raise ValueError("--prompts needs a tokenizer, and the model has none")
+    """Token ids of up to `count` prompts, one a line; the bytes of the line where there is no
+    tokenizer. Raises `ValueError` for none, or one that is too long."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text: {error}") from None
-    lines = [line for line in text.splitlines() if line.strip()]
-    prompts = [tokenizer.encode(line) for line in lines[:count]]
+    lines = [line for line in text.splitlines() if line.strip()][:count]
+    prompts = [tokenizer.encode(line) if tokenizer else list(line.encode()) for line in lines]
+    if path == PROMPTS:
+        return [prompt[:min(length, longest)]
+                for prompt, length in zip(prompts, LENGTHS, strict=False)]
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= longest:
             raise ValueError(f"{path}: prompt {i} has {len(prompt)} tokens, and the model has room "
@@ -206,19 +183,19 @@ def read_prompts(path: Path, tokenizer, count: int, longest: int) -> list[list[i
     return prompts
 
 
-def load_reference(folder: Path, dtype: str):
-    """transformers' model: weights as `dtype` has them, arithmetic in fp32. A wrapping is whole,
-    with the towers that the engine leaves out."""
+def load_reference(folder: Path):
+    """transformers' model in float32. A wrapping is whole, with the towers that the engine leaves
+    out."""
     try:
         wraps = read_architecture(read_json(folder / "config.json")).endswith(CONDITIONAL)
         auto = AutoModelForImageTextToText if wraps else AutoModelForCausalLM
         if wraps:
             print("verify: texts are compared, and no images (docs/vision.md says with which "
                   "classes they were)", file=sys.stderr)
-        model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=False)
+        model = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(f"transformers can't load {folder}: {error}") from error
-    return model.float().to(pick_device("auto")).eval()
+    return model.to(pick_device("auto")).eval()
 
 
 @torch.inference_mode()
@@ -244,7 +221,7 @@ def write_reference(model, prompt: list[int], eos_token_ids: tuple[int, ...], ma
 def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **options) -> Row:
     """One engine, one row. An error while it runs is a difference; one at its start (`ValueError`:
     the options don't fit the model) is the caller's."""
-    options = dict(block_size=16) | options | mode.options
+    options = dict(block_size=16, dtype="float32") | options | mode.options
     ranks = options["tensor_parallel_size"]
     row = Row(mode.name + (f", {ranks} ranks" if ranks > 1 else ""))
     needs = [len(text.prompt) + max_tokens for text in texts]
@@ -321,15 +298,12 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     if min(args.num_prompts, max_tokens, longest) < 1:
         raise ValueError(f"--num-prompts and --max-tokens must be at least 1, and the latter below "
                          f"the model's maximum of {config.max_position_embeddings}")
-    if args.prompts is None:
-        prompts = make_prompts(tokenizer, config.vocab_size, args.num_prompts, longest)
-    else:
-        prompts = read_prompts(args.prompts, tokenizer, args.num_prompts, longest)
-    near_tie = NEAR_TIE[args.dtype] if args.near_tie is None else args.near_tie
-    if not 0 <= near_tie < 1:
-        raise ValueError(f"--near-tie must be in [0, 1), got {near_tie}")
-    model = load_reference(folder, args.dtype)
-    texts = [write_reference(model, prompt, config.eos_token_ids, max_tokens, near_tie, args.dense)
+    if not 0 <= args.near_tie < 1:
+        raise ValueError(f"--near-tie must be in [0, 1), got {args.near_tie}")
+    prompts = read_prompts(args.prompts, tokenizer, args.num_prompts, longest)
+    model = load_reference(folder)
+    texts = [write_reference(model, prompt, config.eos_token_ids, max_tokens, args.near_tie,
+                             args.dense)
              for prompt in tqdm(prompts, "transformers", disable=None, leave=False)]
     del model  # the engines may need its memory
     if torch.cuda.is_available():
@@ -338,7 +312,7 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     todo = [(mode, 1) for mode in modes] + [(mode, ranks) for mode in PARALLEL_MODES if ranks > 1]
     for mode, size in (bar := tqdm(todo, unit="mode", disable=None, leave=False)):
         bar.set_description(mode.name)
-        yield run_mode(folder, mode, texts, max_tokens, dtype=args.dtype, kernels=args.kernels,
+        yield run_mode(folder, mode, texts, max_tokens, kernels=args.kernels,
                        tensor_parallel_size=size, model_impl=args.model_impl)
 
 
@@ -348,18 +322,17 @@ def main(argv: list[str] | None = None) -> int:
                                      description=__doc__.split("\n")[0])
     parser.add_argument("model", metavar="MODEL", nargs="?", default="storyteller",
                         help="a folder or a hub id; default: the bundled model")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", default=PROMPTS,
+                        help="one prompt a line; default: a dozen in several languages")
     parser.add_argument("--num-prompts", type=int, default=12, help="at most; default: 12")
     parser.add_argument("--max-tokens", type=int, default=24, help="of each text; default: 24")
-    parser.add_argument("--dtype", choices=NEAR_TIE, default="float32", help="default: float32")
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="default: auto")
     parser.add_argument("--model-impl", choices=("auto", "nanoserve", "transformers"),
                         default="auto", help="whose network; default: ours where there is one")
     parser.add_argument("--dense", action="store_true", help="transformers computes the whole text "
                         "anew for each token, without its KV cache: slow")
-    parser.add_argument("--near-tie", type=float, metavar="X", help=(
-        "the largest gap of a near-tie, as a share of the largest |logit|; default: "
-        + ", ".join(f"{x:g} in {dtype}" for dtype, x in NEAR_TIE.items())))
+    parser.add_argument("--near-tie", type=float, metavar="X", default=NEAR_TIE, help=(
+        f"the largest gap of a near-tie, as a share of the largest |logit|; default: {NEAR_TIE:g}"))
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N",
                         help="adds rows that run over N ranks")
     args, rows, code = parser.parse_args(argv), [], 0
@@ -375,8 +348,8 @@ def main(argv: list[str] | None = None) -> int:
     wrong, near = sum(bool(row.differ) for row in rows), sum(len(row.near_ties) for row in rows)
     if rows:
         print(Row.HEADER, *rows, "", sep="\n")
-        print(f"{args.model}, {args.dtype}: {wrong or 'none'} of {len(rows)} modes differ from "
-              f"transformers; near-ties: {near}")
+        print(f"{args.model}: {wrong or 'none'} of {len(rows)} modes differ from transformers; "
+              f"near-ties: {near}")
         if any(row.name.endswith(NEVER) for row in rows):
             print(f"{NEVER.strip()}: no text was preempted there, or no block loaded, so the row "
                   "shows nothing. Take more or longer prompts, or more tokens.")

@@ -154,7 +154,7 @@ def test_no_code_of_a_folder_runs_and_nobody_is_asked(folders, tmp_path, monkeyp
     monkeypatch.setattr("builtins.input", lambda *args: asked.append(args) or "y")
     config = transformers.AutoConfig.from_pretrained(source)
     for load in (lambda: load_processor(folder, config), lambda: load_tokenizer(folder),
-                 lambda: load_reference(folder, "float32")):
+                 lambda: load_reference(folder)):
         try:
             load()
         except ValueError as error:

@@ -73,7 +73,7 @@ def test_a_right_engine_passes_in_every_mode(capsys, qwen3):
     assert 280 < int(rows["alone"]["tokens"]) <= 12 * 24  # a text or two may end with an EOS
     assert int(rows["prefix-cached"]["cached"]) > 300 and rows["batched"]["cached"] == "0"
     assert int(rows["restarted from disk"]["cached"]) > 300
-    assert out.endswith(f"{qwen3}, float32: none of 15 modes differ from transformers; "
+    assert out.endswith(f"{qwen3}: none of 15 modes differ from transformers; "
                         "near-ties: 0\n")
 
 
@@ -81,7 +81,7 @@ def test_a_right_engine_passes_in_every_mode(capsys, qwen3):
 def test_the_reference_is_what_generate_writes(qwen3, dense):
     """The plain loop of forward passes against transformers' own `generate`, texts and gaps."""
     reference = Reference(qwen3)
-    prompt = verify.make_prompts(None, 256, 4, 40)[1]
+    prompt = verify.read_prompts(verify.PROMPTS, None, 4, 40)[1]
     tokens, expected_gaps = reference.generate(prompt, 12)
     for guess in (tokens, tokens[:5], [*tokens[:3], EOS, 2, 3], [EOS], tokens * 2):
         text, gaps = reference.generate(prompt, 12, guess)  # whatever was guessed
@@ -141,7 +141,8 @@ def test_one_wrong_token_is_named(capsys, monkeypatch, qwen3):
     assert [row["differ"] for row in rows.values()] == ["0", "1", "0"]
     # Three texts of 8, and 5 tokens of the wrong one before the one that differs.
     assert (rows["overlap"]["tokens"], rows["overlap"]["equal"]) == ("30", "29")
-    prompt = verify.make_prompts(LLM(qwen3, num_gpu_blocks_override=4).tokenizer, 260, 4, 248)[2]
+    prompt = verify.read_prompts(
+        verify.PROMPTS, LLM(qwen3, num_gpu_blocks_override=4).tokenizer, 4, 248)[2]
     theirs = Reference(qwen3).generate(prompt, 8)[0][5]
     (found,) = rows["overlap"]["found"]
     assert found.startswith(f"prompt 2, token 5: {(theirs + 1) % 256} for {theirs}, gap ")
@@ -321,7 +322,7 @@ def test_a_model_that_cant_be_loaded(capsys, qwen3, tmp_path, change, message):
 
 def test_of_a_model_that_sees_it_says_what_is_not_compared(capsys, tmp_path):
     AutoModelForImageTextToText.from_config(WRAPPINGS["llava"]()).save_pretrained(tmp_path)
-    verify.load_reference(tmp_path, "float32")
+    verify.load_reference(tmp_path)
     assert "texts are compared, and no images" in capsys.readouterr().err
 
 
