@@ -61,13 +61,12 @@ from benchmarks.peers import Peer, compare
 from benchmarks.roofline import Machine, Work
 from benchmarks.workloads import WORKLOADS, Request, wrapped
 from nanoserve.checkpoint.hub import BUNDLED, find_model
-from nanoserve.config import EngineConfig
 from nanoserve.device.choice import pick_device
 from nanoserve.device.memory import free_cpu_memory
 from nanoserve.frontend import rules
 from nanoserve.frontend.command import command
-from nanoserve.llm import BUNDLED_MODEL
-from nanoserve_extras import read_model
+from nanoserve.llm import BUNDLED_MODEL, read_model
+from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.trace.recorder import Trace
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
@@ -164,7 +163,7 @@ def check(args: argparse.Namespace) -> None:
                              "--against and --ladder out")
     if args.step_trace:
         try:
-            EngineConfig(model="checked here, before anything is measured", trace=args.step_trace)
+            EngineArgs(model="checked here, before anything is measured", trace=args.step_trace)
         except ValueError as error:
             raise ValueError(f"--step-trace: {error}") from None
     if args.against and args.temperature:
@@ -196,7 +195,7 @@ class Bench:
         self.on_gpu = self.device.type == "cuda"
         name = args.model or "Qwen3-0.6B"
         self.folder = self.find(name)
-        _, self.config, _ = read_model(EngineConfig(model=name, **self.options), self.folder)
+        _, self.config, _ = read_model(EngineArgs(model=name, **self.options), self.folder)
         self.dtype, self.machine = self.pick_dtype()
         self.workload = "arrivals" if args.arrivals else args.workload
         if self.workload == "batch" and args.ladder:  # it has no common prefix, no long prompts
@@ -480,9 +479,9 @@ def parse_options(settings: list[str]) -> dict:
             options[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError, TypeError):
             options[name] = text
-    if unknown := sorted(set(options) - {field.name for field in fields(EngineConfig)}):
+    if unknown := sorted(set(options) - {field.name for field in fields(EngineArgs)}):
         raise ValueError(f"--set: the engine has no option {', '.join(unknown)}")
-    EngineConfig(model="checked here, before anything is measured", **options)
+    EngineArgs(model="checked here, before anything is measured", **options)
     return options
 
 

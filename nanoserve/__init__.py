@@ -21,7 +21,7 @@ _HOME = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "config",
          "ModelConfig": "checkpoint.model_config",
          "TextPrompt": "frontend.prompts", "TokensPrompt": "frontend.prompts"}
 # vLLM's names for what has another name here. An `LLM` is the engine, with a way to make it.
-_ALIASES = {"EngineArgs": "EngineConfig", "LLMEngine": "LLM"}
+_ALIASES = {"LLMEngine": "LLM"}
 
 
 def _homes() -> dict[str, str]:

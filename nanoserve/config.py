@@ -24,7 +24,7 @@ from enum import Enum
 from functools import partial
 
 from nanoserve.frontend import rules
-from nanoserve.frontend.rules import choice, number, option
+from nanoserve.frontend.rules import Options, choice, number, option
 from nanoserve.frontend.vllm import takes_vllms_words
 
 KERNELS = ("auto", "triton", "cpu", "torch")
@@ -49,7 +49,7 @@ OUTPUT_KIND = rules.instance(RequestOutputKind, "a RequestOutputKind")
 
 @takes_vllms_words("LLM()", "LLM")
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Options):
     """What the user chose, in vLLM's words. `None`: the engine decides (frontend/defaults.py).
 
     Raises `ValueError` for a value that can't work, naming the field and the remedy.
@@ -61,12 +61,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = option(False, rules.FLAG)
     dtype: str = option("auto", rules.DTYPE)  # "auto": the checkpoint's own
     load_format: str = option("auto", rules.LOAD_FORMAT)  # "dummy": random weights, no files
-    model_impl: str = option("auto", rules.MODEL_IMPL)  # whose network; "auto": ours if we have it
-    quantization: str | None = option(None, rules.QUANTIZATION)
     tensor_parallel_size: int = option(1, rules.COUNT)  # ranks that share the model
     pipeline_parallel_size: int = option(1, rules.COUNT)  # stages, of so many ranks
-    layer_plan: dict | list | None = option(None, rules.LAYERS)  # where they are
-    max_wait: float = option(0.0, number(0, 3600), "layer_plan")  # to gather prompts
     expert_parallel: bool = option(False, rules.FLAG)  # ranks have whole experts, no parts of them
     seed: int = option(0, rules.WHOLE)
     max_model_len: int | None = option(None, rules.COUNT)  # prompt plus output, in tokens
@@ -78,10 +74,6 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the same, in blocks
     block_size: int = option(16, rules.COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, rules.FLAG)
-    snapshot_bytes: int | None = option(None, rules.SIZE)  # of states
-    kv_offload_bytes: int = option(0, rules.SIZE)  # host memory for blocks that the cache evicts
-    kv_store: str | None = option(None, rules.STORE)  # a folder for blocks
-    kv_store_bytes: int = option(8 * 2 ** 30, rules.COUNT, "kv_store")  # most bytes in it
     enable_chunked_prefill: bool = option(True, rules.FLAG)
     scheduling_policy: str = option("fcfs", choice(*POLICIES))  # who is first: Scheduler.order
     enforce_eager: bool = option(False, rules.FLAG)  # no CUDA graphs
@@ -90,26 +82,16 @@ class EngineConfig:
     device: str = option("auto", rules.DEVICE)
     kernels: str = option("auto", choice(*KERNELS))  # whose operators: see device/choice.py
     async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
-    runner: str = option("auto", choice("auto", "generate", "pooling"))  # "auto": the checkpoint's
-    convert: str = option("auto", rules.CONVERSION)  # what a generator becomes that pools
-    pooler_config: object = option(None, rules.ANYTHING)  # a dict, or extras.pooler.PoolerConfig
-    enable_lora: bool = option(False, rules.FLAG)  # requests may name an adapter
-    max_loras: int = option(1, rules.COUNT, "enable_lora")  # adapters there at the same time
-    max_lora_rank: int = option(16, rules.COUNT, "enable_lora")
-    speculative_config: dict | None = option(None, rules.DRAFTS)
-    limit_mm_per_prompt: dict | None = option(None, rules.ITEMS)  # None: text alone
-    encoder_cache_tokens: int = option(8192, rules.COUNT, "limit_mm_per_prompt")  # of images
-    trace: str | None = option(None, rules.TRACE)  # the file in which every step is recorded
 
     def __post_init__(self):
-        rules.check_fields(self)
+        super().__post_init__()
         # A decoding sequence takes one token a step: the budget has to cover all of them.
         num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
         if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
             raise ValueError(f"max_num_batched_tokens={num_tokens} is less than max_num_seqs="
                              f"{num_seqs}: raise the first or lower the second")
 
-        if ":" in self.device and (ranks := self.tensor_parallel_size * self.num_stages) > 1:
+        if ":" in self.device and (ranks := self.num_ranks) > 1:
             raise ValueError(f"device={self.device!r} names one GPU, and {ranks} ranks take one "
                              'each, from 0 on: use device="cuda"')
 
@@ -118,24 +100,13 @@ class EngineConfig:
         return self.device.startswith("cuda")
 
     @property
-    def num_stages(self) -> int:
-        return len(self.layer_plan) if isinstance(self.layer_plan, list) else (
-            self.pipeline_parallel_size)
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def steps_at_once(self) -> int:
         """Steps in flight together: one for each stage. A sequence samples in one of them."""
-        return self.num_stages if self.async_scheduling else 1
-
-    @property
-    def num_drafts(self) -> int:
-        """How many tokens a step may guess for a row."""
-        return (self.speculative_config or {}).get("num_speculative_tokens", 0)
-
-    @property
-    def draft_model(self) -> str | None:
-        """The folder or hub id of the network that guesses, if one does."""
-        return (self.speculative_config or {}).get("model")
+        return self.pipeline_parallel_size if self.async_scheduling else 1
 
 
 # ------------------------------------------------------------------ requests

@@ -33,6 +33,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.extra import Extra, Hooks
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import EngineMetrics, Metric, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
@@ -48,24 +49,29 @@ class Plan:
     """What an engine will be made of. Each extra hands on a copy with what it adds."""
 
     config: EngineConfig  # resolved
+    asked: EngineConfig  # as the user wrote it
     model_config: ModelConfig
     folder: Path  # the checkpoint's
     tokenizer: Tokenizer | None
     make_inputs: Callable  # what checks requests: `InputProcessor`, or what takes its place
     parts: RankParts = field(default_factory=RankParts)  # for the runner of each rank
     make_pooler: Callable | None = None  # for a network that brings its own pooler
+    network: str = "nanoserve"  # who wrote it
+    draft_folder: Path | None = None  # of the network that drafts: its KV lies in the same blocks
+    notes: tuple[str, ...] = ()  # for the line at the start
 
 
 class LLMEngine:
     """The engine of one model; `LLM` makes it. Names are those of vLLM's `LLMEngine`.
 
     runner: its KV cache of `num_blocks` is allocated. process: makes a checked request of a prompt
-    and its parameters (frontend/inputs.py).
+    and its parameters (frontend/inputs.py). facts: those that are true of it (frontend/facts.py).
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
-                 process: Callable[..., Request], extras: list[Extra]):
-        self.config, self.runner, self.process = config, runner, process
+                 process: Callable[..., Request], extras: list[Extra],
+                 facts: frozenset[Fact] = frozenset(Fact)):
+        self.config, self.runner, self.process, self.facts = config, runner, process, facts
         self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
         self.extras, self.hooks = [self.metrics, *extras], Hooks()
         self.scheduler = Scheduler(config, num_blocks, runner.window, self.hooks)

@@ -25,16 +25,32 @@ from collections.abc import Callable, Iterable
 from inspect import isfunction
 from typing import Any
 
+from nanoserve.frontend.facts import Fact
+from nanoserve.frontend.rules import Options
 from nanoserve.sequence import Sequence, Step
 
 
 class Extra:
     """What can be added. Types that torch or the engine would bring are named in the sentences.
 
-    takes: the fields of a request that this extra honours (`request.HANDED_ON`).
+    Options: the class of its options. name: as the user asked for it, for messages. needs, ends:
+    the facts that must be true with it, and those that are untrue with it (frontend/facts.py).
+    takes: the fields of a request that it honours (`request.HANDED_ON`). All of them are known
+    before `prepare`.
     """
 
+    Options: type[Options] = Options
+    needs: frozenset[Fact] = frozenset()
+    ends: frozenset[Fact] = frozenset()
     takes: tuple[str, ...] = ()
+
+    def __init__(self, **options: Any):
+        """Its options are a record with rules, as the engine's own (frontend/rules.py)."""
+        self.options = self.Options(**options)
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
 
     # ------------------------------------------------------------------ an engine is made
 
@@ -139,7 +155,8 @@ class Extra:
         """Give back memory, threads and files. Called when the engine ends, or by `remove`."""
 
 
-NAMES = [name for name, method in vars(Extra).items() if isfunction(method)]
+NAMES = [name for name, method in vars(Extra).items()
+         if isfunction(method) and not name.startswith("_")]
 
 
 class Hooks:

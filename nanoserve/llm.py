@@ -16,7 +16,7 @@ supported raises; nothing is accepted and ignored.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,8 @@ from nanoserve.device.memory import fit_to_cache
 from nanoserve.device.trial import untrusted
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
-from nanoserve.frontend.defaults import resolve
+from nanoserve.frontend.defaults import own_parts, resolve
+from nanoserve.frontend.facts import Fact, facts_of
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
@@ -47,9 +48,7 @@ from nanoserve.parallel.serving import LAST_WORD
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
-
-
-NO_EXTRAS = " (nanoserve_extras, which adds to the engine, is not there)"
+NO_EXTRAS = " (nanoserve_extras, the package of what is added to the engine, is not there)"
 
 
 def the_extras() -> ModuleType | None:
@@ -61,23 +60,45 @@ def the_extras() -> ModuleType | None:
     return nanoserve_extras
 
 
+def read_options(model: str, options: dict) -> EngineConfig:
+    """The options, those of extras among them, checked. Raises `ValueError`, `TypeError`."""
+    if (table := the_extras()) is not None:
+        return table.find("engine_args.EngineArgs")(model=model, **options)
+    try:
+        return EngineConfig(model=model, **options)
+    except TypeError as error:
+        raise TypeError(f"{error}{NO_EXTRAS}") from None
+
+
+def read_model(args: EngineConfig, folder: Path, given: Iterable[Extra] = (),
+               ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
+    """The engine's own options, the checkpoint's config, and all extras: those that options and
+    model ask for, then those that were handed over."""
+    if (table := the_extras()) is not None:
+        return table.choose(args, folder, given)
+    return args, ModelConfig.from_folder(folder, args.hf_overrides), list(given)
+
+
 class LLM(LLMEngine):
-    """An engine with one model. `LLM(model, **options)`; the options are `EngineConfig`'s fields.
+    """An engine with one model. `LLM(model, **options)`: the fields of `EngineConfig`, and those of
+    the extras, which are added by their options.
 
     model: a local folder, a hub id or a bundled model's name; without one, the bundled story model.
+    extras: objects of your own to be added, in the order in which they are asked (extra.py).
     Raises `ValueError` for options or checkpoints that can't work, `TypeError` for options that do
     not exist.
     """
 
-    def __init__(self, model: str | Path = BUNDLED_MODEL, **options):
-        asked = EngineConfig(model=str(model), **options)
-        folder = find_model(model, weights=asked.load_format != "dummy",
-                            code=asked.trust_remote_code, revision=asked.revision)
-        asked, self.model_config, extras = (
-            (asked, ModelConfig.from_folder(folder, asked.hf_overrides), [])
-            if the_extras() is None else the_extras().read_model(asked, folder))
-        config = resolve(asked, pick_device(asked.device), self.model_config)
-        take_gpu(config.tensor_parallel_size * config.num_stages, config.device)
+    def __init__(self, model: str | Path = BUNDLED_MODEL, *, extras: Iterable[Extra] = (),
+                 **options):
+        args = read_options(str(model), options)
+        folder = find_model(model, weights=args.load_format != "dummy",
+                            code=args.trust_remote_code, revision=args.revision)
+        asked, self.model_config, extras = read_model(args, folder, extras)
+        device = pick_device(asked.device)
+        facts = facts_of([*own_parts(asked, device, self.model_config), *extras])
+        config = resolve(asked, device, self.model_config, facts)
+        take_gpu(config.num_ranks, config.device)
         config, said = fit_to_device(config, asked)
         say(*said)
         check_shares(config.tensor_parallel_size, self.model_config.num_attention_heads,
@@ -85,9 +106,7 @@ class LLM(LLMEngine):
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
-        if (table := the_extras()) is not None:
-            extras += table.choose_extras(config, self.model_config)
-        plan = Plan(config, self.model_config, folder, self.tokenizer, InputProcessor)
+        plan = Plan(config, asked, self.model_config, folder, self.tokenizer, InputProcessor)
         for extra in extras:
             plan = extra.prepare(plan)
         config = plan.config
@@ -95,14 +114,15 @@ class LLM(LLMEngine):
         say(*said)
         plan = replace(plan, parts=replace(plan.parts, replaced=names))
         make_runner = partial(ModelRunner, config, self.model_config, folder, parts=plan.parts)
-        ranks = start_ranks(config.tensor_parallel_size * config.num_stages, config.device,
+        ranks = start_ranks(config.num_ranks, config.device,
                             "nanoserve.parallel.serving:serve_rank", make_runner)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
             runner = make_runner(ranks=ranks)
             config, num_blocks = runner.config, runner.count_kv_blocks()
-            config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
+            config, said = fit_to_cache(config, num_blocks, asked.max_model_len,
+                                        Fact.GENERATES in facts)
             say(*said)
             ranks.agree(num_blocks, config.max_model_len)
             runner.start(num_blocks, config.max_model_len)
@@ -110,8 +130,8 @@ class LLM(LLMEngine):
             ranks.abort("the engine could not be made")
             raise
         self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
-        super().__init__(config, runner, num_blocks, self.inputs.process, extras)
-        say(describe(config, self.model_config.architecture, runner, num_blocks),
+        super().__init__(config, runner, num_blocks, self.inputs.process, extras, facts)
+        say(describe(config, runner, num_blocks, plan.network, plan.notes),
             *self.inputs.not_applied())
 
     @classmethod

@@ -60,6 +60,8 @@ class RankParts:
     """What extras give the runner of each rank; `Extra.prepare` adds to it."""
 
     replaced: tuple[str, ...] = ()  # functions that have failed: device/trial.py
+    num_drafts: int = 0  # the most that a step may guess for a row
+    traced: bool = False  # ranks tell when they computed
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
     make_network: Callable[..., nn.Module] | None = None  # of (placement, tensors), for `decoder`
@@ -197,7 +199,7 @@ class ModelRunner:
     def run_largest_step(self) -> None:
         """Take, for a moment, all the memory that a step can take beside the KV cache."""
         self.allocate_kv_cache(1, self.config.max_model_len)
-        step = largest_step(self.config)
+        step = largest_step(self.config, self.parts.num_drafts)
         for network in range(len(self.networks)):  # a draft network may be the wider one
             self.fetch(self.launch(replace(step, network=network)))
         self.kv_cache, self.builder, self.last_tokens = [], None, None
@@ -236,7 +238,7 @@ class ModelRunner:
         with memory_for("what steps are written into: lower max_num_batched_tokens="
                         f"{num_tokens:,} or max_num_seqs={num_rows:,}"):
             self.builder = BatchBuilder(num_rows, num_tokens, max_model_len, config.block_size,
-                                        self.device, num_drafts=config.num_drafts,
+                                        self.device, num_drafts=self.parts.num_drafts,
                                         staged=self.wants_graphs, num_buffers=config.steps_at_once)
         # One entry more than there are rows: samples of padding rows are written to it.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=self.device)

@@ -12,7 +12,8 @@ Not known here: what an extra does. Road not taken: entry points, which would im
 that is installed to find out what it adds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +21,7 @@ from typing import Any
 NAMES = dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput", "EmbeddingOutput",
                        "ClassificationOutput", "ScoringOutput"), "pooling.pooling")
 NAMES |= {"PoolerConfig": "pooling.pooler", "StructuredOutputsParams": "structured.structured",
-          "LoRARequest": "lora.lora", "AsyncLLM": "server.async_llm"}
+          "LoRARequest": "lora.lora", "AsyncLLM": "server.async_llm", "EngineArgs": "engine_args"}
 
 # `nanoserve COMMAND`: the module with its `main`, its arguments, and what the list says of it.
 COMMANDS = {
@@ -57,32 +58,48 @@ def method_of(llm: Any, name: str) -> Callable:
     return missing
 
 
-def read_model(asked: Any, folder: Any) -> tuple[Any, Any, list]:
+def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any, list]:
+    """Options and checkpoint become extras.
+
+    args: an `EngineArgs`. given: extras that were handed over. Returns the engine's own options,
+    the checkpoint's `ModelConfig`, and all extras in the order in which they are prepared and
+    called. Raises `ValueError` for a checkpoint that can't be read.
+    """
+    from nanoserve.config import EngineConfig
+
+    args, model_config, extras = read_model(args, folder)
+    pools = args.runner == "pooling" or args.runner == "auto" and model_config.pools
+    if not pools:
+        args.check_generates()
+    if isinstance(args.layer_plan, list) and args.pipeline_parallel_size == 1:
+        args = replace(args, pipeline_parallel_size=len(args.layer_plan))
+    chosen = {
+        "drafts.speculative.Speculation": args.speculative_config is not None,
+        "recurrent.recurrent.Recurrent": model_config.keeps_states,
+        "quantization.quantization.Quantization": (args.quantization is not None
+                                                   or model_config.quantization is not None),
+        "lora.lora.LoRA": args.enable_lora,
+        "pooling.pooling.Pooling": pools,
+        "structured.structured.StructuredOutput": not pools,
+        "trace.recorder.Recorder": args.trace is not None,
+        "layer_plan.layer_plan.LayerPlan": (args.pipeline_parallel_size > 1
+                                            or args.layer_plan is not None),
+        "new_weights.NewWeights": True,
+        "multimodal.multimodal.Multimodal": args.limit_mm_per_prompt is not None,
+        "block_store.block_store.BlockStore": bool(args.kv_offload_bytes) or bool(args.kv_store)}
+    given = list(given)
+    for kind in [find(path) for path, is_chosen in chosen.items() if is_chosen]:
+        if not any(isinstance(one, kind) for one in given):
+            extras.append(kind(**vars(args.part(kind.Options))))
+    return args.part(EngineConfig), model_config, extras + given
+
+
+def read_model(args: Any, folder: Any) -> tuple[Any, Any, list]:
     """The options, the checkpoint's config, and the extra that makes its network, if one does."""
     from nanoserve.checkpoint.model_config import ModelConfig
 
-    known = asked.model_impl == "nanoserve" or ModelConfig.is_known(folder, asked.hf_overrides)
-    if known and asked.model_impl != "transformers" and not asked.limit_mm_per_prompt:
-        return asked, ModelConfig.from_folder(folder, asked.hf_overrides), []
-    network = find("foreign.foreign.ForeignNetwork")(asked, folder)
-    return network.asked, network.model_config, [network]
-
-
-def choose_extras(config: Any, model_config: Any) -> list:
-    """The extras that the options ask for, in the order in which they are prepared and called."""
-    generates = config.runner != "pooling"
-    chosen = {
-        "recurrent.recurrent.Recurrent": model_config.keeps_states,
-        "quantization.quantization.Quantization": (config.quantization is not None
-                                                   or model_config.quantization is not None),
-        "lora.lora.LoRA": config.enable_lora,
-        "pooling.pooling.Pooling": not generates,
-        "structured.structured.StructuredOutput": generates,
-        "layer_plan.layer_plan.LayerPlan": config.num_stages > 1 or config.layer_plan is not None,
-        "new_weights.NewWeights": True,
-        "multimodal.multimodal.Multimodal": config.limit_mm_per_prompt,
-        "drafts.speculative.Speculation": config.speculative_config is not None,
-        "block_store.block_store.BlockStore": (config.kv_offload_bytes
-                                               or config.kv_store is not None),
-        "trace.recorder.Recorder": config.trace is not None}
-    return [find(path)() for path, is_chosen in chosen.items() if is_chosen]
+    known = args.model_impl == "nanoserve" or ModelConfig.is_known(folder, args.hf_overrides)
+    if known and args.model_impl != "transformers" and not args.limit_mm_per_prompt:
+        return args, ModelConfig.from_folder(folder, args.hf_overrides), []
+    network = find("foreign.foreign.ForeignNetwork")(args, folder)
+    return network.args, network.model_config, [network]

@@ -96,8 +96,9 @@ class NewWeights(Extra):
                 try_names(runner, tensors)
             self.are_lost = True
             self.engine.reset_prefix_cache()
-            if self.engine.config.kv_store is not None:
-                self.engine.extra(BlockStore).rename()
+            store = self.engine.extra(BlockStore)
+            if store is not None and store.options.kv_store is not None:
+                store.rename()
             call(runner, UPDATE, tensors=tensors)
             self.folder, self.are_lost = folder, False
             self.gone.discard("weights")

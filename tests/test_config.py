@@ -12,6 +12,7 @@ from config_files import LLAMA
 
 from nanoserve.checkpoint.model_config import ModelConfig, RopeConfig
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve_extras.engine_args import EngineArgs
 
 pytestmark = pytest.mark.floor
 
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.floor
 ], ids=str)
 def test_bad_options_are_refused_with_field_value_and_remedy(options, words):
     with pytest.raises(ValueError) as error:
-        EngineConfig(model="none", **options)
+        EngineArgs(model="none", **options)
     for word in words:
         assert word in str(error.value)
 
@@ -68,7 +69,7 @@ def test_a_value_that_can_not_be_compared_is_refused_or_left_to_its_extra():
     with pytest.raises(ValueError, match="enforce_eager must be one of True, False, got .*Vector"):
         EngineConfig(model="none", enforce_eager=Vector())
     pooler_config = Vector()
-    assert EngineConfig(model="none", pooler_config=pooler_config).pooler_config is pooler_config
+    assert EngineArgs(model="none", pooler_config=pooler_config).pooler_config is pooler_config
 
 
 def test_a_field_without_a_rule_can_not_exist():
@@ -85,8 +86,9 @@ def test_every_option_and_control_is_read_somewhere():
     """A field that is accepted, and that no other file reads, would be ignored in silence."""
     source = "".join(path.read_text() for package in (PACKAGE, EXTRAS)
                      for path in package.rglob("*.py")
-                     if path.name != "config.py" and not path.is_relative_to(EXTRAS / "tools"))
-    for record, name in ((SamplingParams, "params"), (EngineConfig, "config|asked")):
+                     if path.name not in ("config.py", "options.py")
+                     and not path.is_relative_to(EXTRAS / "tools"))
+    for record, name in ((SamplingParams, "params"), (EngineArgs, "config|asked|args|options")):
         for field in dataclasses.fields(record):
             assert re.search(rf"\b({name})\.{field.name}\b", source), field.name
 

@@ -168,9 +168,11 @@ def first_kernel(device: str) -> str:
     return ""
 
 
-def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: int) -> str:
+def describe(config: EngineConfig, runner: Any, num_blocks: int, network: str = "nanoserve",
+             notes: tuple[str, ...] = ()) -> str:
     """The start-up line: on what, how, and with how much memory. A slow path is never silent.
-    runner: the engine's `ModelRunner`."""
+    runner: the engine's `ModelRunner`. network: whose it is. notes: what extras say of the weights.
+    """
     c, device = config, "cpu (Triton's interpreter, very slow)"
     if runner.device.type == "cuda":
         device = f"cuda ({torch.cuda.get_device_name(runner.device)})"
@@ -187,8 +189,9 @@ def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: i
     if runner.unrounded:
         reserved += (f" ({len(runner.unrounded)} of {len(runner.kv_shapes)} layers in {c.dtype}: "
                      "their biases are too large for 8 bits)")
-    dtype = c.dtype if c.quantization is None else f"{c.dtype}, quantization={c.quantization!r}"
-    return (f"{Path(c.model).name}: {architecture} by {c.model_impl}, {device}, {dtype}{ranks}, "
+    dtype = ", ".join([c.dtype, *notes])
+    architecture = runner.model_config.architecture
+    return (f"{Path(c.model).name}: {architecture} by {network}, {device}, {dtype}{ranks}, "
             f"{c.kernels} attention, {graphs}{pools}{text} | "
             f"KV cache {num_blocks:,} blocks of {c.block_size} = "
             f"{num_blocks * c.block_size:,} tokens, "

@@ -46,8 +46,8 @@ KEPT_MEMORY = {M_TRIM_THRESHOLD: GB, M_MMAP_THRESHOLD: 2 ** 25, M_TOP_PAD: 2 ** 
 EVERYTHING = dict(temperature=1.0, top_k=100, top_p=0.9, logprobs=20, logit_bias={0: 1.0})
 
 
-def fit_to_cache(config: EngineConfig, num_blocks: int,
-                 asked: int | None) -> tuple[EngineConfig, list[str]]:
+def fit_to_cache(config: EngineConfig, num_blocks: int, asked: int | None,
+                 generates: bool = True) -> tuple[EngineConfig, list[str]]:
     """Lower `max_model_len` to what the KV cache holds; also returns a message. config: resolved.
     asked: the user's own length. Raises `ValueError` if `asked` does not fit, or if a cache of one
     token should hold a prompt and an answer."""
@@ -55,7 +55,7 @@ def fit_to_cache(config: EngineConfig, num_blocks: int,
     if config.max_model_len <= capacity:
         return config, []
     remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
-    if config.runner == "generate" and capacity < 2:
+    if generates and capacity < 2:
         raise ValueError("a KV cache of one token has no room for an answer behind a prompt: "
                          f"{remedy}")
     if asked is not None:
@@ -67,15 +67,15 @@ def fit_to_cache(config: EngineConfig, num_blocks: int,
     return replace(config, max_model_len=capacity), [said]
 
 
-def largest_step(config: EngineConfig) -> Step:
+def largest_step(config: EngineConfig, num_drafts: int = 0) -> Step:
     """A step that takes as much memory as any can: the most rows and tokens, a first row as long as
     possible, logprobs of every position, and drafts for every row. All rows use block 0.
-    config: resolved.
+    config: resolved. num_drafts: of a row, if nothing else limits them.
 
     Kernels read keys where they lie, so it doesn't matter that nothing was computed before. Plain
     torch gathers a row's keys: on a GPU, long sequences can take more with it than is measured.
     """
-    num_drafts = min(config.num_drafts, config.max_model_len - 1,
+    num_drafts = min(num_drafts, config.max_model_len - 1,
                      config.max_num_batched_tokens // config.max_num_seqs - 1)
     least = 1 + num_drafts
     left = config.max_num_batched_tokens - config.max_num_seqs * least

@@ -5,7 +5,7 @@
     max_num_seqs=None                64             256           at the same time
     async_scheduling=None            False          True          on a CPU: True with stages
     kernels="auto"                   "cpu"          "triton"      if there are any: device/choice.py
-    dtype, runner, max_model_len     the checkpoint's own
+    dtype, max_model_len             the checkpoint's own
 
 A GPU wants large steps to stay busy; a CPU is busy with few tokens, and small steps keep the time
 between two tokens short.
@@ -21,10 +21,24 @@ from dataclasses import replace
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.frontend.facts import Asked, Fact
 from nanoserve.frontend.rules import DTYPES
 
 
-def resolve(asked: EngineConfig, device: str, model_config: ModelConfig) -> EngineConfig:
+def own_parts(asked: EngineConfig, device: str, model_config: ModelConfig) -> list[Asked]:
+    """What the engine's own options, and the model, make untrue."""
+    untrue = [
+        (f"tensor_parallel_size={asked.tensor_parallel_size}", Fact.ONE_RANK,
+         asked.tensor_parallel_size > 1),
+        ("enable_prefix_caching=False", Fact.PREFIX_CACHE, not asked.enable_prefix_caching),
+        (f"device={device!r}", Fact.ON_CPU, device != "cpu"),
+        (f"{model_config.architecture}, which has experts", Fact.ONE_MATRIX,
+         any(model_config.moe_layers))]
+    return [Asked(name, frozenset([fact])) for name, fact, is_so in untrue if is_so]
+
+
+def resolve(asked: EngineConfig, device: str, model_config: ModelConfig,
+            facts: frozenset[Fact] = frozenset(Fact)) -> EngineConfig:
     """A copy in which open options have values, for `device` "cpu", "cuda" or "cuda:1".
 
     An explicit budget pulls the number of sequences down with it rather than being an error:
@@ -56,30 +70,21 @@ def resolve(asked: EngineConfig, device: str, model_config: ModelConfig) -> Engi
     if asked.expert_parallel and not any(model_config.moe_layers):
         raise ValueError(f"expert_parallel=True, but {model_config.architecture} has no "
                          "experts: leave it out")
-    runner = _resolve_runner(asked, model_config)
-    if runner == "generate" and max_model_len < 2:
+    generates = Fact.GENERATES in facts
+    if generates and not model_config.has_lm_head:
+        raise ValueError(f"runner='generate', but {model_config.architecture} has no LM head: use "
+                         "runner='pooling', or a ...ForCausalLM checkpoint")
+    if generates and max_model_len < 2:
         raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
                          "it, and the model's max_position_embeddings if that is 1, too")
+    if asked.pipeline_parallel_size > 1 and Fact.ONE_STAGE in facts:
+        raise ValueError(f"pipeline_parallel_size={asked.pipeline_parallel_size}, but nothing here "
+                         "gives the layers to ranks: use tensor_parallel_size, or leave it out")
     kernels = asked.kernels if asked.kernels != "auto" else "triton" if on_gpu else "cpu"
     overlap = asked.async_scheduling
     if overlap is None:  # stages that share out matrices, too, take one step at a time
-        overlap = on_gpu or asked.num_stages > 1 and asked.tensor_parallel_size == 1
+        overlap = on_gpu or asked.tensor_parallel_size == 1 < asked.pipeline_parallel_size
     return replace(
         asked, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
         max_num_seqs=num_seqs, dtype=dtype, kernels=kernels, async_scheduling=overlap,
-        runner=runner, model_impl=asked.model_impl.replace("auto", "nanoserve"))
-
-
-def _resolve_runner(asked: EngineConfig, model_config: ModelConfig) -> str:
-    """The user's choice, else the checkpoint's. Without an LM head only pooling is possible."""
-    runner = asked.runner
-    if runner == "auto":
-        runner = "pooling" if model_config.pools else "generate"
-    if runner == "generate" and not model_config.has_lm_head:
-        raise ValueError(f"runner='generate', but {model_config.architecture} has no LM head: "
-                         "use runner='pooling', or a ...ForCausalLM checkpoint")
-    for name, default in (("convert", "auto"), ("pooler_config", None)):
-        if runner == "generate" and getattr(asked, name) != default:
-            raise ValueError(f"{name}={getattr(asked, name)!r} has no effect on a generator: "
-                             "add runner='pooling', or leave it out")
-    return runner
+        enforce_eager=asked.enforce_eager or Fact.GRAPHS not in facts)

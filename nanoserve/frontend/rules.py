@@ -17,11 +17,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+Part = TypeVar("Part", bound="Options")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -39,6 +40,18 @@ def option(default: Any, rule: Rule, part_of: str | None = None, *, control: boo
     logits, unless it keeps its default. offline: clients of the server can't set it."""
     return field(default=default, metadata={"rule": rule, "part_of": part_of, "control": control,
                                             "offline": offline})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A record whose fields are checked when it is made: those of the engine, or of an extra."""
+
+    def __post_init__(self):
+        check_fields(self)
+
+    def part(self, record: type[Part]) -> Part:
+        """The fields that another record has, too: `args.part(EngineConfig)`."""
+        return record(**{one.name: getattr(self, one.name) for one in fields(record)})
 
 
 def check_fields(record: Any) -> None:
@@ -141,13 +154,6 @@ def numbers_by_id(low: float, high: float, remedy: str) -> Rule:
     return Rule(f"a dict of token ids and numbers in [{low}, {high}], none twice ({remedy})", keep)
 
 
-def keep_limits(limits: Any) -> dict[str, int] | None:
-    """How many images and sounds a prompt may have, as in vLLM. None where it may have none."""
-    only_if(isinstance(limits, dict), limits)
-    kept = {kind: SIZE.keep(most) for kind, most in limits.items() if SIZE.keep(most)}
-    return only_if(kept.keys() <= {"image", "audio"}, limits) and kept or None
-
-
 def keep_dtype(dtype: Any) -> str:
     """Accepts torch.float32 and vLLM's "half", too, and keeps one spelling."""
     name = str(dtype).removeprefix("torch.")
@@ -168,7 +174,7 @@ TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text),
 WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
 MODEL = Rule("the name of a folder or a hub id", TEXT.keep)
 FOLDER = instance((str, Path), MODEL.must)
-STORE = Rule("the path of a folder", lambda path: only_if(
+PATH = Rule("the path of a folder", lambda path: only_if(
     isinstance(path, (str, Path)) and bool(str(path).strip()), path))
 TEXTS = list_of(TEXT, "non-empty texts in a list")
 WORDS = list_of(WORD, "a list of words, none of them empty")
@@ -178,22 +184,11 @@ ONE_TOKEN_ID = list_of(TOKEN_ID, "a list of at least one token id (None allows a
 # Rules of one field each.
 LOAD_FORMAT = Rule("one of auto, safetensors, pt, dummy (nanoserve convert FILE FOLDER reads GGUF)",
                    choice("auto", "safetensors", "pt", "dummy").keep)
-MODEL_IMPL = choice("auto", "nanoserve", "transformers")
 OVERRIDES = instance(dict, "a dict laid over config.json")
-QUANTIZATION = Rule("dequantize, int8 or int4 (a quantised checkpoint's format, fp8 say, is in its "
-                    "config.json: leave it out)", choice("dequantize", "int8", "int4").keep)
 DEVICE = Rule('auto, cpu, cuda or a GPU by its number ("cuda:1")', lambda name: only_if(
     isinstance(name, str) and bool(re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name)), name))
 KV_DTYPE = Rule("auto or int8 (there is no fp8: int8 serves all devices)",
                 choice("auto", "int8").keep)
-CONVERSION = choice("auto", "none", "embed", "classify", "reward")
-DRAFTS = instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
-ITEMS = Rule("a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have",
-             keep_limits)
-TRACE = new_file("a file in a folder that exists, ending in .html (a page to look at) or "
-                 ".json (for Perfetto)", ".html", ".json")
-LAYERS = instance((dict, list), "how many layers each rank has, as [12, 16], or those that stay on "
-                  "disk, as {'disk': 8}")
 ANYTHING = Rule("", lambda value: value)  # checked by the extra that it is for
 PENALTY = number(-2, 2)
 FACTOR = number(1e-6, 1e6)  # far beyond any use; a logit times it, or divided by it, is a float32

@@ -34,7 +34,6 @@ from typing import Any
 
 import xxhash
 
-from nanoserve.checkpoint.hub import find_model
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.rules import in_words, private
 
@@ -45,20 +44,20 @@ NAME = re.compile(r"[0-9a-f]{64}\.(kv|.+\.tmp)")  # a file of ours: others are l
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
-def fingerprint(config: EngineConfig, model_folder: Path, shapes: list) -> bytes:
+def fingerprint(config: EngineConfig, about: list[str], folders: list[Path],
+                shapes: list) -> bytes:
     """What KV depends on beside tokens and adapter: weights by their content, and options.
 
     Reads all weights once more, because two fine-tuned models may differ in nothing but their
     bytes.
     """
     options = {name: getattr(config, name) for name in (
-        "dtype", "kernels", "model_impl", "quantization", "block_size", "hf_overrides",
-        "tensor_parallel_size", "load_format", "seed", "speculative_config")}
+        "dtype", "kernels", "block_size", "hf_overrides", "tensor_parallel_size", "load_format",
+        "seed")}
     if config.load_format != "dummy":
         del options["seed"]  # of random weights
-    about = json.dumps([VERSION, sys.byteorder, options, shapes], sort_keys=True, default=str)
-    digest = hashlib.sha256(about.encode())
-    folders = [model_folder] + ([find_model(config.draft_model)] if config.draft_model else [])
+    text = json.dumps([VERSION, sys.byteorder, options, about, shapes], sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode())
     for folder in folders:
         for path in sorted(folder.iterdir()):
             if path.suffix in WEIGHTS or path.name == "config.json":

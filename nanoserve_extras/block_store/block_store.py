@@ -39,6 +39,7 @@ from weakref import WeakKeyDictionary
 from nanoserve.batch import MAX_MOVES
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import Counter, Metric, say
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.parallel.signals import ctrl_c_held
@@ -47,6 +48,7 @@ from nanoserve.sequence import CacheEntry, Sequence, Step
 from nanoserve_extras.block_store.block_folder import Folder, fingerprint, make_folder
 from nanoserve_extras.block_store.block_host import HostBlocks, HostMemory
 from nanoserve_extras.block_store.block_prefetch import Prefetcher
+from nanoserve_extras.block_store.options import BlockStoreOptions
 
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 
@@ -70,7 +72,11 @@ class BlockStore(Extra):
     """What `LLM(kv_offload_bytes=..., kv_store=...)` adds. The scheduler asks it for blocks
     (`finders`). As an observer it gives steps their loads and saves, and learns what has ended."""
 
-    def __init__(self):
+    Options = BlockStoreOptions
+    needs = frozenset([Fact.PREFIX_CACHE, Fact.KV_ALONE, Fact.TOKENS_NAME_BLOCKS, Fact.ONE_STAGE])
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
         self.unsaved: dict[bytes, CacheEntry] = {}  # what the next step is to save
         self.found: dict[Sequence, list[int]] = {}  # host blocks, by who may be admitted now
         self.in_flight: dict[Step, Moves] = {}
@@ -81,37 +87,41 @@ class BlockStore(Extra):
         self.num_queries = self.num_hits = 0  # tokens; see `metrics`
         self.num_saved = self.num_loaded = self.num_lost = 0  # blocks
 
+    @property
+    def name(self) -> str:
+        folder = self.options.kv_store
+        return (f"kv_offload_bytes={self.options.kv_offload_bytes}" if folder is None
+                else f"kv_store={str(folder)!r}")
+
     def prepare(self, plan: Plan) -> Plan:
-        """Raises `ValueError` for options that don't go together, and for a folder that can't be
-        used."""
-        config, self.model_folder = plan.config, plan.folder
-        if not config.enable_prefix_caching:
-            raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
-                             "enable_prefix_caching=True")
+        """Raises `ValueError` for a block size or a folder that can't be used."""
+        config, asked = plan.config, self.options
+        self.folders = [plan.folder, *filter(None, [plan.draft_folder])]
+        self.about = [plan.network, *plan.notes]
         if config.kernels == "cpu" and config.block_size % TILE:
             raise ValueError(f"block_size={config.block_size} with kernels='cpu': blocks can be "
                              f"saved if it is a multiple of {TILE}; choose one, or kernels='torch'")
-        has_folder, num_ranks = config.kv_store is not None, config.tensor_parallel_size
+        has_folder, num_ranks = asked.kv_store is not None, config.tensor_parallel_size
         if has_folder and num_ranks > 1 and not hasattr(os, "memfd_create"):
-            raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
+            raise ValueError(f"kv_store={str(asked.kv_store)!r} with tensor_parallel_size="
                              f"{num_ranks}: the ranks must share memory, which works on Linux; use "
                              "kv_offload_bytes without a folder")
         if has_folder:
-            make_folder(config.kv_store)  # here: loading the weights takes long
+            make_folder(asked.kv_store)  # here: loading the weights takes long
         return replace(plan, parts=replace(plan.parts, make_copier=partial(
-            HostMemory, num_bytes=config.kv_offload_bytes, has_folder=has_folder)))
+            HostMemory, num_bytes=asked.kv_offload_bytes, has_folder=has_folder)))
 
     def attach(self, engine: LLMEngine) -> None:
         config, host = engine.config, engine.runner.copier
         self.runner = engine.runner  # for steps that only save
         self.labels = {"model_name": str(config.model)}
         folder, base, num_bytes = None, b"", host.memory.shape[1]
-        if config.kv_store is not None:
-            if config.kv_store_bytes < 2 * num_bytes:  # a file has a header, too
-                raise ValueError(f"kv_store_bytes={config.kv_store_bytes:,} has no room for a "
+        if self.options.kv_store is not None:
+            if (most := self.options.kv_store_bytes) < 2 * num_bytes:  # a file has a header, too
+                raise ValueError(f"kv_store_bytes={most:,} has no room for a "
                                  f"block of {num_bytes:,} bytes and its header: raise it")
-            base = fingerprint(config, self.model_folder, host.shapes)
-            folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
+            base = fingerprint(config, self.about, self.folders, host.shapes)
+            folder = Folder(Path(self.options.kv_store), self.options.kv_store_bytes, base, say)
         self.open(host, engine.scheduler, base, folder)
 
     def open(self, host: HostMemory, scheduler: Scheduler, base: bytes = b"",

@@ -25,6 +25,7 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.engine import LLMEngine, Plan
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import say
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import check_shares
@@ -42,6 +43,8 @@ class Guesser(Protocol):
     function that it inherits does nothing."""
 
     keys: tuple[str, ...]  # of `speculative_config`, beside `method` and `num_speculative_tokens`
+    needs: frozenset[Fact] = frozenset([Fact.GENERATES])
+    ends: frozenset[Fact] = frozenset()
 
     @classmethod
     def prepare(cls, asked: dict, plan: Plan) -> Plan:
@@ -181,6 +184,7 @@ class SuffixGuesser(NgramGuesser):
 class ModelGuesser(Guesser):
     """A small network generates the drafts, for all rows of a step together."""
 
+    needs = Guesser.needs | {Fact.IN_MEMORY}
     keys = ("model",)
 
     @classmethod

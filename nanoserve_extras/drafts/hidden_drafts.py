@@ -34,6 +34,7 @@ from nanoserve.checkpoint.loader import Tensors, load_dummy_weights, load_weight
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
+from nanoserve.frontend.facts import Fact
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
 from nanoserve.model_runner import ModelRunner
@@ -186,21 +187,19 @@ class HiddenGuesser(Guesser):
     """Drafts by a head that reads the model's hidden states."""
 
     keys = ("model",)
+    needs = Guesser.needs | {Fact.IN_MEMORY, Fact.OWN_NETWORK}
+    ends = frozenset([Fact.GRAPHS])  # a graph would pass by the taps
 
     @classmethod
     def prepare(cls, asked: dict, plan: Plan) -> Plan:
         make = cls.find_head(asked, plan)
-        config = replace(plan.config, enforce_eager=True)  # a graph would pass by the taps
-        return replace(plan, config=config, parts=replace(
+        return replace(plan, parts=replace(
             plan.parts, make_draft=partial(join_head, make, Path(asked["model"]))))
 
     @staticmethod
     def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:
         """What makes it. A head belongs to one model: sizes must be as it was trained."""
         model = plan.model_config
-        if plan.parts.make_network is not None:
-            raise ValueError("method='eagle3' needs a network of our own, and "
-                             f"{model.architecture} is transformers': leave it out")
         if asked.get("model") is None:
             raise ValueError("model is missing: name the folder or hub id of a head that was "
                              f"trained for {plan.config.model!r}")
@@ -259,6 +258,7 @@ class OwnGuesser(HiddenGuesser):
     """Drafts by the head that the model's checkpoint brings along."""
 
     keys = ()
+    needs = Guesser.needs | {Fact.IN_MEMORY}
 
     @staticmethod
     def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:

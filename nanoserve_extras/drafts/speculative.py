@@ -20,8 +20,8 @@ drafts are not drawn (q is 1 at one token), it accepts equally often.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
-from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.metrics import Counter, Metric, Vector, say
@@ -29,6 +29,7 @@ from nanoserve.frontend.rules import in_words
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.drafts.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser
 from nanoserve_extras.drafts.hidden_drafts import HiddenGuesser, OwnGuesser
+from nanoserve_extras.drafts.options import DraftOptions
 
 GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "suffix": SuffixGuesser,
                                       "draft_model": ModelGuesser, "eagle3": HiddenGuesser,
@@ -43,22 +44,37 @@ class Speculation(Extra):
     how it fared.
     """
 
+    Options = DraftOptions
+
+    def __init__(self, **options: dict):
+        super().__init__(**options)
+        self.asked = dict(self.options.speculative_config)
+        with in_words("speculative_config", ValueError):
+            self.kind = _choose(self.asked)
+        self.needs, self.ends = self.kind.needs, self.kind.ends
+
+    @property
+    def name(self) -> str:
+        return f"speculative_config={{'method': {self.asked['method']!r}, ...}}"
+
     def prepare(self, plan: Plan) -> Plan:
         """With everything in `speculative_config` filled in, and overlap off."""
-        config, asked = plan.config, dict(plan.config.speculative_config)
+        config, asked = plan.config, self.asked
         with in_words("speculative_config", ValueError):
-            plan = _choose(config, asked).prepare(asked, plan)
+            plan = self.kind.prepare(asked, plan)
         say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
             "guesses a step" + (", which then runs without CUDA graphs"
                                 if config.on_gpu else ""))
         if config.async_scheduling:
             say("overlap is off: drafts follow tokens that the host must have seen")
-        return replace(plan, config=replace(plan.config, speculative_config=asked,
-                                            async_scheduling=False))
+        return replace(
+            plan, config=replace(plan.config, async_scheduling=False),
+            draft_folder=Path(asked["model"]) if asked.get("model") else None,
+            parts=replace(plan.parts, num_drafts=asked["num_speculative_tokens"]))
 
     def attach(self, engine: LLMEngine) -> None:
-        asked = engine.config.speculative_config
-        self.guesser = GUESSERS[asked["method"]](asked, engine)
+        asked = self.asked
+        self.guesser = self.kind(asked, engine)
         self.labels = {"model_name": engine.config.model, "engine": "0"}
         self.num_drafts = self.num_draft_tokens = 0
         self.num_accepted = [0] * asked["num_speculative_tokens"]  # by their place in the draft
@@ -107,12 +123,9 @@ class Speculation(Extra):
                 Vector(name("num_accepted_tokens_per_pos"), self.labels, self.num_accepted[:])]
 
 
-def _choose(config: EngineConfig, asked: dict) -> type[Guesser]:
+def _choose(asked: dict) -> type[Guesser]:
     """The method that is asked for. Raises `ValueError`, with the remedy, for what none takes."""
     method = asked.get("method")
-    if config.runner == "pooling":
-        raise ValueError("it has no effect with runner='pooling', where no token follows another: "
-                         "leave it out")
     if not isinstance(method, str) or method not in GUESSERS:
         raise ValueError(f"method={method!r} is not supported: choose one of {', '.join(GUESSERS)}")
     known = ("num_speculative_tokens", *GUESSERS[method].keys)

@@ -36,11 +36,11 @@ from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
-from nanoserve.config import EngineConfig
 from nanoserve.frontend.rules import in_words
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
 from nanoserve.sampler import put
+from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.foreign.transformers_model import (
     PAGED,
     PROBED,
@@ -49,6 +49,7 @@ from nanoserve_extras.foreign.transformers_model import (
     load,
     refusal,
 )
+from nanoserve_extras.pooling.options import PoolingOptions
 from nanoserve_extras.pooling.pooler import Pooler, read_modules
 
 # Positions of these begin behind that of padding: with a padding token of 1, at 2.
@@ -177,9 +178,9 @@ def class_head(network: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------- reading a checkpoint
 
 
-def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
+def read_encoder(asked: EngineArgs, folder: Path, architecture: str,
                  hf_config: transformers.PreTrainedConfig,
-                 ) -> tuple[EngineConfig, ModelConfig, partial]:
+                 ) -> tuple[EngineArgs, ModelConfig, partial]:
     """For `LLM`, as `foreign.read_foreign`. Chunks and prefix cache are switched off."""
     if asked.runner == "generate":
         raise refusal(architecture, "an encoder does not generate: use runner='pooling'")
@@ -252,19 +253,19 @@ class EncoderPooler(Pooler):
         return super().tasks[:1] if self.head or self.kind == "classify" else super().tasks
 
 
-def make_pooler(config: EngineConfig, model_config: ModelConfig, folder: Path,
+def make_pooler(options: PoolingOptions, overrides: dict, model_config: ModelConfig, folder: Path,
                 tokenizer) -> EncoderPooler:
     """What the files say. Without sentence-transformers' files it is CLS, as vLLM has it for
     BERT. Raises `ValueError` for what an encoder can't do."""
-    asked = config.pooler_config or {}
-    if config.convert not in ("auto", "embed", "classify"):
-        raise ValueError(f"convert={config.convert!r} is not for encoders: leave it out")
+    asked = options.pooler_config or {}
+    if options.convert not in ("auto", "embed", "classify"):
+        raise ValueError(f"convert={options.convert!r} is not for encoders: leave it out")
     if isinstance(asked, dict) and not (folder / "modules.json").exists():
-        config = replace(config, pooler_config={"pooling_type": "CLS"} | asked)
-    pooler = EncoderPooler.of(config, model_config, folder, tokenizer)
+        options = replace(options, pooler_config={"pooling_type": "CLS"} | asked)
+    pooler = EncoderPooler.of(options, overrides, model_config, folder, tokenizer)
     classifies = model_config.architecture.endswith(CLASSIFIES)
     if (pooler.kind == "classify") != classifies:
-        raise ValueError(f"convert={config.convert!r}, but {model_config.architecture} "
+        raise ValueError(f"convert={options.convert!r}, but {model_config.architecture} "
                          f"{'has' if classifies else 'has not'} a classifier: leave it out")
     if classifies and pooler.pooling_type != "CLS":
         raise ValueError(f"pooling_type={pooler.pooling_type!r}, but the head of "

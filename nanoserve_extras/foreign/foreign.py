@@ -30,10 +30,11 @@ from nanoserve.checkpoint.model_config import (
     read_quantization,
 )
 from nanoserve.checkpoint.wrappings import WRAPPINGS, flatten, stored_names, text_part
-from nanoserve.config import EngineConfig
 from nanoserve.engine import Plan
 from nanoserve.extra import Extra
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.rules import in_words
+from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.foreign.encoder import make_pooler, read_encoder
 from nanoserve_extras.foreign.foreign_weights import text_class, text_config_of
 from nanoserve_extras.foreign.transformers_model import (
@@ -45,24 +46,42 @@ from nanoserve_extras.foreign.transformers_model import (
 )
 
 ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
+# What is untrue of a network that isn't ours, and beside that of an encoder.
+FOREIGN = frozenset([Fact.OWN_NETWORK, Fact.GRAPHS])
+ENCODER = frozenset([Fact.GENERATES, Fact.OWN_LINEAR, Fact.PREFIX_CACHE])
 
 
 class ForeignNetwork(Extra):
-    """What `LLM` adds for a network that isn't ours. asked: the options; model_config: the
+    """What `LLM` adds for a network that isn't ours. args: the options; model_config: the
     checkpoint's sizes."""
 
-    def __init__(self, asked: EngineConfig, folder: Path):
-        self.asked, self.model_config, self.make_network = read_foreign(asked, folder)
+    needs = frozenset([Fact.ONE_RANK])
+
+    def __init__(self, args: EngineArgs, folder: Path):
+        super().__init__()
+        self.args, self.model_config, self.make_network = read_foreign(args, folder)
+
+    @property
+    def name(self) -> str:
+        return f"transformers' {self.model_config.architecture}"
+
+    @property
+    def is_encoder(self) -> bool:
+        """The others may pool, too, but they see what is behind them alone."""
+        return self.model_config.pools
+
+    @property
+    def ends(self) -> frozenset[Fact]:
+        return FOREIGN | ENCODER if self.is_encoder else FOREIGN
 
     def prepare(self, plan: Plan) -> Plan:
-        is_encoder = self.asked.runner == "pooling"
-        return replace(plan, config=replace(plan.config, enforce_eager=True),
-                       make_pooler=make_pooler if is_encoder else None,
+        return replace(plan, network="transformers",
+                       make_pooler=make_pooler if self.is_encoder else None,
                        parts=replace(plan.parts, make_network=self.make_network))
 
 
-def read_foreign(asked: EngineConfig,
-                 folder: Path) -> tuple[EngineConfig, ModelConfig, Callable]:
+def read_foreign(asked: EngineArgs,
+                 folder: Path) -> tuple[EngineArgs, ModelConfig, Callable]:
     """For `LLM`: the options, the checkpoint's config, and what loads its network on a `Placement`.
 
     Raises `ValueError` for a network that transformers lacks, or that can't be served by it.
@@ -73,9 +92,6 @@ def read_foreign(asked: EngineConfig,
     asked = replace(asked, model_impl="transformers")
     entries = override(read_config(folder), asked.hf_overrides or {})
     architecture = read_architecture(entries)
-    if asked.tensor_parallel_size > 1:
-        raise ValueError(f"tensor_parallel_size={asked.tensor_parallel_size}, but transformers' "
-                         f"{architecture} runs on one rank: leave it out")
     if architecture in WRAPPINGS:  # whether the head is the embedding, as our decoder reads it
         flat = flatten(architecture, entries, asked.hf_overrides or {}, stored_names(folder))
         for part in (entries, entries.get("text_config") or {}):
@@ -83,12 +99,11 @@ def read_foreign(asked: EngineConfig,
     stored = read_quantization(entries)
     hf_config = read_hf_config(architecture, {  # transformers would look for its own readers
         name: entry for name, entry in entries.items() if name not in QUANTIZED})
-    if asked.runner == "pooling" or asked.runner == "auto" and (
-            (folder / "modules.json").exists() or ENCODERS.search(architecture)):
-        if stored is not None:
-            raise ValueError(f"config.json: quantization_config={str(stored)[:60]}: quantised "
-                             "encoders are not supported, use the unquantised checkpoint")
-        return read_encoder(asked, folder, architecture, hf_config)
+    decodes = re.search("For(CausalLM|ConditionalGeneration)$", architecture)
+    if not decodes and (asked.runner == "pooling" or asked.runner == "auto" and (
+            (folder / "modules.json").exists() or ENCODERS.search(architecture))):
+        args, config, make = read_encoder(asked, folder, architecture, hf_config)
+        return args, replace(config, quantization=stored), make
     model_class = find_class(architecture, hf_config)
     if "text_config" in hf_config.sub_configs:
         text_part(architecture, entries)  # its classes would take their defaults, of 4B and more

@@ -210,6 +210,7 @@ class TransformersModel(nn.Module):
         return_freed_memory()
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
         # A few classes make the logits of all tokens: MiniCPM-V's.
+        self.is_headless = False
         self.chooses = "logits_to_keep" in signature(network.forward).parameters
         probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
         self.attending = list(probed)  # layers; all of them, but for hybrids
@@ -237,6 +238,10 @@ class TransformersModel(nn.Module):
     def too_wide(self) -> list[int]:
         return self.wide
 
+    def drop_head(self) -> None:
+        """From here on `forward` returns hidden states, which are pooled."""
+        self.is_headless = True
+
     def compute_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Nothing to do: `forward` has returned logits."""
         return logits
@@ -244,10 +249,13 @@ class TransformersModel(nn.Module):
     def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor,
             pages: Pages | Probe, **options) -> torch.Tensor:
         counted = None if positions is None else positions.long()[None]
+        options |= dict(input_ids=ids.long()[None], position_ids=counted, use_cache=False,
+                        nanoserve=pages)
+        if self.is_headless:
+            return self.layers.base_model(**options).last_hidden_state[0, wanted].contiguous()
         if self.chooses:
             options["logits_to_keep"] = wanted
-        out = self.layers(input_ids=ids.long()[None], position_ids=counted, use_cache=False,
-                          nanoserve=pages, **options)
+        out = self.layers(**options)
         return (out.logits[0] if self.chooses else out.logits[0, wanted]).contiguous()
 
     def probe(self, width: int) -> dict[int, tuple]:

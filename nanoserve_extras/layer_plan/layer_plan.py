@@ -33,9 +33,9 @@ import torch
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, DecoderLayer, KVCache
@@ -45,6 +45,7 @@ from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.layer_plan.layer_disk import FEWER, Disk, OnDisk
+from nanoserve_extras.layer_plan.options import LayerPlanOptions
 from nanoserve_extras.new_weights import NewWeights, NoRoom, room_for
 
 DEPLOY = -4  # in the place of a step's first length: the plan that is to be followed comes next
@@ -62,31 +63,33 @@ class Place(NamedTuple):
     on_disk: tuple[int, ...] = ()
 
 
-def read_plan(config: EngineConfig, model_config: ModelConfig) -> list[Place]:
-    """Where the layers of each stage are. Raises `ValueError` for a plan that can't be followed."""
-    total, asked = model_config.num_hidden_layers, config.layer_plan
+def read_plan(asked: dict | list | None, num_stages: int,
+              model_config: ModelConfig) -> list[Place]:
+    """Where the layers of each stage are. asked: the option `layer_plan`. Raises `ValueError` for a
+    plan that can't be followed."""
+    total = model_config.num_hidden_layers
     if asked is None:
-        return places(share_out(model_config, config.num_stages), [0] * config.num_stages)
+        return places(share_out(model_config, num_stages), [0] * num_stages)
     is_one = isinstance(asked, dict)
     entries = [one if isinstance(one, dict) else {"device": one}
                for one in ([asked] if is_one else asked)]
     for entry in entries:
         if "host" in entry:
-            raise ValueError(f"layer_plan={config.layer_plan!r}: layers in host memory are for "
+            raise ValueError(f"layer_plan={asked!r}: layers in host memory are for "
                              "GPUs, and no GPU has run them yet: leave 'host' out")
         if entry.keys() - {"device", "disk"} or not all(
                 type(count) is int and count >= 0 for count in entry.values()):
-            raise ValueError(f"layer_plan={config.layer_plan!r}: an entry is a number of layers, "
+            raise ValueError(f"layer_plan={asked!r}: an entry is a number of layers, "
                              "or says how many are where: {'device': 10, 'disk': 4}")
     if is_one:  # what is left stands in memory
         entries = [{"device": max(0, total - sum(asked.values()))} | asked]
     counts = [sum(entry.values()) for entry in entries]
     if sum(counts) != total or 0 in counts:
-        raise ValueError(f"layer_plan={config.layer_plan!r}: each stage needs a layer, and all "
+        raise ValueError(f"layer_plan={asked!r}: each stage needs a layer, and all "
                          f"together the {total} that {model_config.architecture} has")
-    if config.pipeline_parallel_size not in (1, len(counts)):
-        raise ValueError(f"layer_plan={config.layer_plan!r} is for {len(counts)} stages, and "
-                         f"pipeline_parallel_size={config.pipeline_parallel_size}: leave one out")
+    if num_stages not in (1, len(counts)):
+        raise ValueError(f"layer_plan={asked!r} is for {len(counts)} stages, and "
+                         f"pipeline_parallel_size={num_stages}: leave one out")
     return places(counts, [entry.get("disk", 0) for entry in entries])
 
 
@@ -231,31 +234,37 @@ class Later:
 class LayerPlan(Extra):
     """What `LLM(pipeline_parallel_size=n)` or `LLM(layer_plan=...)` adds."""
 
+    Options = LayerPlanOptions
     plan: list[Place]
 
+    @property
+    def is_staged(self) -> bool:
+        return not isinstance(self.options.layer_plan, dict)
+
+    @property
+    def name(self) -> str:
+        plan = self.options.layer_plan
+        return "pipeline_parallel_size=n" if plan is None else f"layer_plan={plan!r}"
+
+    @property
+    def needs(self) -> frozenset[Fact]:
+        return frozenset([Fact.OWN_NETWORK, Fact.ON_CPU, *[Fact.GENERATES] * self.is_staged])
+
+    @property
+    def ends(self) -> frozenset[Fact]:
+        return frozenset([Fact.IN_MEMORY, *[Fact.ONE_STAGE] * self.is_staged])
+
     def prepare(self, plan: Plan) -> Plan:
-        config = plan.config
-        if config.model_impl == "transformers":
-            raise ValueError("pipeline_parallel_size and layer_plan do not go together with "
-                             "model_impl='transformers', whose networks run on one rank")
-        self.plan = read_plan(config, plan.model_config)
-        staged = len(self.plan) > 1
-        for option, value in (
-                ("device", config.on_gpu and config.device),
-                ("speculative_config", config.draft_model and config.speculative_config),
-                ("kv_offload_bytes", staged and config.kv_offload_bytes),
-                ("kv_store", staged and config.kv_store),
-                ("runner", staged and config.runner == "pooling" and config.runner),
-                ("async_scheduling", staged and config.async_scheduling
-                 and config.tensor_parallel_size > 1)):
-            if value:
-                raise ValueError(f"{option}={value!r} does not go together with layers elsewhere "
-                                 "(pipeline_parallel_size, layer_plan): leave one of them out")
-        if config.max_wait and not any(place.on_disk for place in self.plan):
-            raise ValueError(f"max_wait={config.max_wait} is for layers on disk: leave it out, or "
-                             "put some there with layer_plan={'disk': n}")
+        config, asked = plan.config, self.options.layer_plan
+        self.plan = read_plan(asked, config.pipeline_parallel_size, plan.model_config)
+        if len(self.plan) > 1 and config.async_scheduling and config.tensor_parallel_size > 1:
+            raise ValueError("async_scheduling=True does not go together with stages of several "
+                             "ranks: leave it out, or tensor_parallel_size")
+        if self.options.max_wait and not any(place.on_disk for place in self.plan):
+            raise ValueError(f"max_wait={self.options.max_wait} is for layers on disk: leave it "
+                             "out, or put some there with layer_plan={'disk': n}")
         return replace(plan, parts=replace(
-            plan.parts, decoder=Builder(self.plan, config.trace is not None),
+            plan.parts, decoder=Builder(self.plan, plan.parts.traced),
             calls=plan.parts.calls | {DEPLOY: rebuild}))
 
     def attach(self, engine: LLMEngine) -> None:
@@ -283,14 +292,14 @@ class LayerPlan(Extra):
         engine = self.engine
         with engine.turns:
             engine.check_ready()
-            runner, blocks, config = engine.runner, engine.scheduler.blocks, engine.config
-            plan = read_plan(replace(config, layer_plan=layer_plan), runner.model_config)
+            runner, blocks = engine.runner, engine.scheduler.blocks
+            plan = read_plan(layer_plan, len(self.plan), runner.model_config)
             if len(plan) != len(self.plan):
                 raise ValueError(f"layer_plan={layer_plan!r} is for {len(plan)} stages, and the "
                                  f"engine has {len(self.plan)}: make a new LLM")
-            if config.kv_offload_bytes or config.kv_store is not None or config.enable_lora:
-                raise ValueError("deploy() does not go together with kv_offload_bytes, kv_store or "
-                                 "enable_lora")
+            if runner.copier is not None or runner.adapters is not None:
+                raise ValueError("deploy() makes cache and layers anew, and blocks in host memory "
+                                 "or adapters belong to the present ones: make a new LLM")
             if any(isinstance(one, NewWeights) and one.folder != runner.folder
                    for one in engine.extras):
                 raise ValueError("deploy() reads the checkpoint again, and this engine has other "

@@ -27,6 +27,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import MISSING, dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -40,6 +41,7 @@ from nanoserve.checkpoint.model_config import read_json
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend import rules
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import in_words, option
 from nanoserve.layers import Linear, Placement, beside
@@ -49,8 +51,9 @@ from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
 from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry, Step
+from nanoserve_extras.lora.options import LoRAOptions
 
-ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.STORE.keep)
+ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.PATH.keep)
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # what PEFT writes in front of the names of the model's modules
@@ -138,9 +141,9 @@ class Adapters:
     Only rank 0 is asked by requests; the others get each one's weights from it.
     """
 
-    def __init__(self, runner: ModelRunner):
-        config, model, device = runner.config, runner.model, runner.device
-        self.max_loras, self.max_rank = config.max_loras, config.max_lora_rank
+    def __init__(self, runner: ModelRunner, options: LoRAOptions):
+        model, device = runner.model, runner.device
+        self.max_loras, self.max_rank = options.max_loras, options.max_lora_rank
         self.num_columns = self.max_loras * self.max_rank
         self.device, self.dtype, self.ranks = device, runner.dtype, runner.ranks
         self.ops = runner.ops
@@ -374,18 +377,21 @@ def of_module(folder: Path, settings: dict, name: str, path: str, default: float
 
 
 class LoRA(Extra):
-    """What `LLM(enable_lora=True)` adds."""
+    """What `LLM(enable_lora=True)` adds, or `LLM(extras=[LoRA(max_loras=4)])`. For a network that
+    is not ours: peft's `merge_and_unload` puts an adapter into the weights."""
 
+    Options = LoRAOptions
+    name = "enable_lora=True"
+    needs, ends = frozenset([Fact.OWN_NETWORK]), frozenset([Fact.GRAPHS])
     takes = ("lora_request",)
 
+    def __init__(self, enable_lora: bool = True, **options: int):
+        super().__init__(enable_lora=enable_lora, **options)
+
     def prepare(self, plan: Plan) -> Plan:
-        if plan.config.model_impl == "transformers":
-            raise ValueError("enable_lora=True does not go together with model_impl='transformers':"
-                             " leave one of them out, or merge the adapter into the weights "
-                             "(peft's merge_and_unload)")
-        parts = replace(plan.parts, make_adapters=Adapters,
-                        calls=plan.parts.calls | {ADAPTER: receive})
-        return replace(plan, config=replace(plan.config, enforce_eager=True), parts=parts)
+        return replace(plan, parts=replace(
+            plan.parts, make_adapters=partial(Adapters, options=self.options),
+            calls=plan.parts.calls | {ADAPTER: receive}))
 
     def attach(self, engine: LLMEngine) -> None:
         self.adapters = engine.runner.adapters

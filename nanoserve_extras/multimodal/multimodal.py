@@ -38,6 +38,7 @@ from transformers import ProcessorMixin
 
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
 from nanoserve.frontend.outputs import RequestStateStats
@@ -55,6 +56,7 @@ from nanoserve_extras.multimodal.multimodal_inputs import (
     read_sound,
     take_out,
 )
+from nanoserve_extras.multimodal.options import MultimodalOptions
 
 # Wrappings that were compared with transformers' `generate`, by what they take (docs/vision.md).
 TRIED = {"image": ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL",
@@ -258,7 +260,7 @@ class MultimodalInputs(InputProcessor):
             raise ValueError(f"multi_modal_data={str(data)[:80]} must be {{{kind!r}: ...}}, which "
                              "is all that this model takes beside text")
         whole = data[kind] if isinstance(data[kind], list) else [data[kind]]
-        if len(whole) > (most := self.config.limit_mm_per_prompt[kind]):
+        if len(whole) > (most := self.extra.options.limit_mm_per_prompt[kind]):
             raise ValueError(f"the prompt has {len(whole)} {kind}s, and limit_mm_per_prompt allows "
                              f"{most}: raise it")
         pictures = [self.read_picture(one) for one in whole]
@@ -330,21 +332,22 @@ class MultimodalInputs(InputProcessor):
 class Multimodal(Extra):
     """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
 
+    Options = MultimodalOptions
+    needs, ends = frozenset([Fact.GENERATES]), frozenset([Fact.TOKENS_NAME_BLOCKS])
+
+    @property
+    def name(self) -> str:
+        return f"limit_mm_per_prompt={self.options.limit_mm_per_prompt}"
+
     def prepare(self, plan: Plan) -> Plan:
-        config, architecture = plan.config, plan.model_config.architecture
-        if KINDS.get(architecture) not in config.limit_mm_per_prompt:
+        architecture, limits = plan.model_config.architecture, self.options.limit_mm_per_prompt
+        if KINDS.get(architecture) not in limits:
             why = "it has no tower for them, or none that was tried"
             if architecture.startswith("Gemma"):
                 why = "its image tokens see each other, and attention here looks back alone"
-            raise refusal(f"{architecture} with {'s and '.join(config.limit_mm_per_prompt)}s",
+            raise refusal(f"{architecture} with {'s and '.join(limits)}s",
                           f"{why}. Without limit_mm_per_prompt it writes text")
-        for option, value in (  # blocks in a store are known by their tokens alone
-                ("kv_offload_bytes", config.kv_offload_bytes), ("kv_store", config.kv_store),
-                ("runner", config.runner == "pooling" and "pooling")):
-            if value:
-                raise ValueError(f"{option}={value!r} does not go together with limit_mm_per_prompt"
-                                 ": leave one of them out")
-        self.eyes = Eyes(KINDS[architecture], config.encoder_cache_tokens)
+        self.eyes = Eyes(KINDS[architecture], self.options.encoder_cache_tokens)
         parts = replace(plan.parts, make_network=partial(self.make, plan.parts.make_network))
         return replace(plan, parts=parts, make_inputs=partial(
             MultimodalInputs, self, plan.folder))

@@ -30,12 +30,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve.checkpoint.model_config import ModelConfig, inside, read_json
-from nanoserve.config import EngineConfig
 from nanoserve.frontend import rules
 from nanoserve.frontend.rules import in_words, option
 from nanoserve.frontend.vllm import takes_vllms_words
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
+from nanoserve_extras.pooling.options import PoolingOptions
 
 POOLING_TYPE = rules.choice("CLS", "LAST", "MEAN", "ALL")
 # The tasks of a model by its kind; the first is the default of a request.
@@ -85,19 +85,20 @@ class Pooler:
     side: ClassVar[str] = "left"  # at which a prompt that is too long is cut, as in vLLM
 
     @classmethod
-    def of(cls, config: EngineConfig, model_config: ModelConfig, folder: Path,
+    def of(cls, options: PoolingOptions, overrides: dict, model_config: ModelConfig, folder: Path,
            tokenizer) -> "Pooler":
         """Find out from the architecture's name, `config.json`, sentence-transformers' files, and
-        what the user overrules. config: resolved. Raises `ValueError` for what can't be pooled."""
-        entries = read_json(folder / "config.json", True) | (config.hf_overrides or {})
-        asked = config.pooler_config
+        what the user overrules. overrides: of config.json. Raises `ValueError` for what can't be
+        pooled."""
+        entries = read_json(folder / "config.json", True) | overrides
+        asked = options.pooler_config
         if asked is None or isinstance(asked, dict):
             asked = PoolerConfig(**asked or {})
         if not isinstance(asked, PoolerConfig):
             raise ValueError(f"pooler_config must be a dict or a PoolerConfig, got {asked!r}")
         meant = _read_sentence_transformer(folder, cls.more_modules)
         pooler = cls(
-            kind=_find_kind(config.convert, model_config.architecture, entries),
+            kind=_find_kind(options.convert, model_config.architecture, entries),
             pooling_type=asked.pooling_type or meant.pooling_type or "LAST", use_activation=True,
             dimensions=asked.dimensions, tied=model_config.tie_word_embeddings,
             matryoshka=entries.get("matryoshka_dimensions") or bool(entries.get("is_matryoshka")))

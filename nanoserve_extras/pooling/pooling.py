@@ -36,6 +36,7 @@ from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend import rules
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
@@ -44,6 +45,7 @@ from nanoserve.frontend.request import Request, salted
 from nanoserve.frontend.rules import in_words, option
 from nanoserve.frontend.vllm import takes_vllms_words
 from nanoserve.sequence import CoreRequest, Sequence
+from nanoserve_extras.pooling.options import PoolingOptions
 from nanoserve_extras.pooling.pooler import Pooler
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
@@ -185,15 +187,33 @@ class PoolingRequest(Request):
 # ---------------------------------------------------------------- the way in
 
 
+def make_headless(make_network: Callable, *args, **options) -> Any:
+    """A network that isn't ours, without its LM head. None where it was only tried."""
+    model = make_network(*args, **options)
+    if model is not None:
+        model.drop_head()
+    return model
+
+
 class Pooling(Extra):
     """What `LLM(runner="pooling")` adds: a pooler, what takes the place of `InputProcessor`, and
     the methods `encode`, `embed`, `classify` and `score` of `LLM`."""
 
+    Options = PoolingOptions
+    name = "runner='pooling'"
+    ends = frozenset([Fact.GENERATES, Fact.GRAPHS])
+
     def prepare(self, plan: Plan) -> Plan:
         make = plan.make_pooler or Pooler.of
-        self.pooler = make(plan.config, plan.model_config, plan.folder, plan.tokenizer)
-        return replace(plan, config=replace(plan.config, enforce_eager=True),
-                       parts=replace(plan.parts, pooler=self.pooler),
+        self.pooler = make(self.options, plan.config.hf_overrides or {}, plan.model_config,
+                           plan.folder, plan.tokenizer)
+        parts = replace(plan.parts, pooler=self.pooler)
+        if parts.make_network is not None and plan.make_pooler is None:
+            if self.pooler.kind != "embed":
+                raise ValueError(f"{plan.model_config.architecture} is {plan.network}', and a "
+                                 "decoder of theirs pools to embeddings alone: use convert='embed'")
+            parts = replace(parts, make_network=partial(make_headless, parts.make_network))
+        return replace(plan, parts=parts,
                        make_inputs=partial(PoolingInputs, self.pooler))
 
     def attach(self, engine: LLMEngine) -> None:

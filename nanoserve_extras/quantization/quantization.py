@@ -30,10 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
 from nanoserve.engine import Plan
 from nanoserve.extra import Extra
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import say
 from nanoserve_extras.quantization.int4_linear import (
     Grouped,
@@ -41,6 +40,7 @@ from nanoserve_extras.quantization.int4_linear import (
     GroupedRows,
     Int4Linear,
 )
+from nanoserve_extras.quantization.options import QuantizationOptions
 from nanoserve_extras.quantization.quantized_linear import (
     Int8Embedding,
     Int8Linear,
@@ -87,33 +87,39 @@ class Format(NamedTuple):
 class Quantization(Extra):
     """What `LLM(quantization=...)`, or a quantised checkpoint, adds."""
 
+    Options = QuantizationOptions
+
+    @property
+    def name(self) -> str:
+        kind = self.options.quantization
+        return "a quantised checkpoint" if kind is None else f"quantization={kind!r}"
+
+    @property
+    def needs(self) -> frozenset[Fact]:
+        is_small = self.options.quantization in ("int8", "int4")
+        return frozenset([Fact.OWN_LINEAR, *[Fact.ONE_MATRIX] * is_small])
+
     def prepare(self, plan: Plan) -> Plan:
-        config, layers = choose_layers(plan.config, plan.model_config, say)
-        return replace(plan, config=config, parts=replace(plan.parts, layers=layers))
+        kind, layers = choose_layers(self.options.quantization, plan)
+        note = (f"quantization={kind!r}",) if kind else ()
+        return replace(plan, notes=plan.notes + note, parts=replace(plan.parts, layers=layers))
 
 
-def choose_layers(config: EngineConfig, model_config: ModelConfig,
-                  say: Callable[[str], None]) -> tuple[EngineConfig, dict[str, Any]]:
-    """The config, with `quantization` filled in, and the entries of `Placement` that it
-    needs. Raises `ValueError` for what is not supported; a slow choice is reported."""
-    stored, layers = model_config.quantization, {"assemble": assemble}
-    if model_config.pools and config.model_impl == "transformers":
-        raise ValueError(f"quantization={config.quantization!r}, but {model_config.architecture} "
-                         "is an encoder, which is not rounded: leave it out")
+def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, Any]]:
+    """How weights are kept, and the entries of `Placement` that it needs. kind: the option. Raises
+    `ValueError` for what is not supported; a slow choice is reported."""
+    config, stored = plan.config, plan.model_config.quantization
+    layers: dict[str, Any] = {"assemble": assemble}
     form = None if stored is None else read_format(stored)
     if form is not None:
         if form.fixed:
             say(f"{config.model}: fixed scales of activations are passed over, as rounding by "
                 "token is: they are as accurate as dtype says")
-        config = replace(config, quantization=config.quantization or "dequantize")
-    elif config.quantization == "dequantize" and config.draft_model is None:
+        kind = kind or "dequantize"
+    elif kind == "dequantize" and plan.draft_folder is None:
         raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
                          "it out, or use 'int8', which rounds any checkpoint")
-    if config.quantization in ("int8", "int4"):
-        if any(model_config.moe_layers):
-            raise ValueError(f"quantization={config.quantization!r}, but "
-                             f"{model_config.architecture} has experts, which can't be rounded "
-                             "yet: leave it out")
+    if kind in ("int8", "int4"):
         rows, groups = small_kinds(config.kernels)
         layers |= {"linear": partial(Int8Linear, kind=rows),
                    "embedding": partial(Int8Embedding, kind=rows)}
@@ -121,12 +127,12 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
             try:
                 library()  # compiled before the weights are read, and not in the first step
             except ImportError as error:
-                raise ValueError(f"quantization={config.quantization!r} with kernels='cpu', but "
-                                 f"{error}: mend that, or use kernels='torch'") from error
+                raise ValueError(f"quantization={kind!r} with kernels='cpu', but {error}: mend "
+                                 "that, or use kernels='torch'") from error
         if config.kernels not in ("cpu", "triton"):
-            say(f"quantization={config.quantization!r} with kernels={config.kernels!r} saves "
-                "memory and costs time: weights are widened for each product")
-    if config.quantization == "int4":
+            say(f"quantization={kind!r} with kernels={config.kernels!r} saves memory and costs "
+                "time: weights are widened for each product")
+    if kind == "int4":
         # Made-up weights of such a checkpoint are rounded: there is nothing to keep.
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
         layers |= {"linear": partial(Int4Linear, kind=rows, groups=groups, rounds=not is_4),
@@ -134,7 +140,7 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
         if is_4 and form.is_ordered:
             say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "
                 "neighbours: such weights become int8")
-    return config, layers
+    return kind, layers
 
 
 def small_kinds(kernels: str) -> tuple[type, type]:

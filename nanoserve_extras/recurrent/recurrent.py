@@ -37,12 +37,14 @@ from nanoserve.config import EngineConfig
 from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import Metric, say
 from nanoserve.model import KVCache
 from nanoserve.sampler import put
 from nanoserve.sequence import Step
 from nanoserve_extras.foreign.foreign_layers import SIZES, Packed, Picks
 from nanoserve_extras.foreign.transformers_model import Pages, Probe, TransformersModel
+from nanoserve_extras.recurrent.options import RecurrentOptions
 from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
 from nanoserve_extras.recurrent.recurrent_snapshots import Copies, Snapshots
 
@@ -209,9 +211,11 @@ def by_rows(mixer: Callable, keys: list[Key], hidden_states: torch.Tensor, cache
 
 class RecurrentModel(TransformersModel):
     """A network of transformers' with a state for each row, and snapshots. config: resolved.
-    counts: of rows and snapshots, if the engine has had such a network before."""
+    most: of snapshots, in bytes. num_drafts: of a row. counts: of rows and snapshots, if the engine
+    has had such a network before."""
 
-    def __init__(self, config: EngineConfig, counts: tuple[int, int] | None, *args, **options):
+    def __init__(self, config: EngineConfig, most: int | None, num_drafts: int,
+                 counts: tuple[int, int] | None, *args, **options):
         self.shapes: dict[Key, torch.Tensor] = {}  # (1, ...), without memory
         self.states: dict[Key, torch.Tensor] = {}
         self.copies: Copies | None = None  # of the step to come
@@ -219,10 +223,11 @@ class RecurrentModel(TransformersModel):
         self.state_bytes = sum(state.nbytes for state in self.shapes.values())
         kv_bytes = sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
         self.most_rows, self.num_snapshots = counts or share_memory(
-            config, self.state_bytes, kv_bytes, free_memory(config, self.on.device))
+            config, most, num_drafts, self.state_bytes, kv_bytes,
+            free_memory(config, self.on.device))
         with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
             self.states = self.make_states(
-                self.most_rows * (1 + config.num_drafts) + 1 + self.num_snapshots)
+                self.most_rows * (1 + num_drafts) + 1 + self.num_snapshots)
         for states in self.states.values():
             states.is_scratch = True  # an engine that sleeps forgets them
 
@@ -354,19 +359,18 @@ class Recurrent(Extra):
     snapshots: Snapshots
     counts: tuple[int, int] | None = None  # which other weights don't change
 
+    Options = RecurrentOptions
+    name = "a model with recurrent states"
+    ends = frozenset([Fact.KV_ALONE])
+
     def prepare(self, plan: Plan) -> Plan:
-        config = plan.config
-        for option, value in (
-                ("kv_offload_bytes", config.kv_offload_bytes), ("kv_store", config.kv_store),
-                ("enable_lora", config.enable_lora)):
-            if value:
-                raise ValueError(f"{option}={value!r} does not go together with the recurrent "
-                                 f"states of {plan.model_config.architecture}: leave it out")
-        make = partial(plan.parts.make_network, make=partial(self.make, config))
+        make = partial(plan.parts.make_network, make=partial(
+            self.make, plan.config, self.options.snapshot_bytes, plan.parts.num_drafts))
         return replace(plan, parts=replace(plan.parts, make_network=make))
 
-    def make(self, config: EngineConfig, *args, **options) -> RecurrentModel:
-        model = RecurrentModel(config, self.counts, *args, **options)
+    def make(self, config: EngineConfig, snapshot_bytes: int | None, num_drafts: int, *args,
+             **options) -> RecurrentModel:
+        model = RecurrentModel(config, snapshot_bytes, num_drafts, self.counts, *args, **options)
         self.counts = model.most_rows, model.num_snapshots
         return model
 
@@ -375,10 +379,10 @@ class Recurrent(Extra):
         model = engine.runner.model
         self.labels = {"model_name": str(engine.config.model)}
         self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots,
-                                   engine.config.num_drafts)
+                                   engine.runner.parts.num_drafts)
         engine.add(self.snapshots)
         slow = ", the others by transformers' own mixers, which are slower"
-        count = 1 + engine.config.num_drafts
+        count = 1 + engine.runner.parts.num_drafts
         say(f"recurrent states: {count} x {size_of(model.state_bytes)} a sequence, "
             f"{model.most_rows} sequences and {model.num_snapshots} snapshots = "
             f"{size_of(model.state_bytes * (model.most_rows * count + model.num_snapshots))}; "
@@ -396,11 +400,12 @@ def size_of(num_bytes: int) -> str:
     return f"{num_bytes / 2 ** 20:,.3g} MB"
 
 
-def share_memory(config: EngineConfig, state_bytes: int, token_bytes: int,
-                 budget: int) -> tuple[int, int]:
-    """How many rows get a state, and how many snapshots there are. budget: bytes that are left, for
+def share_memory(config: EngineConfig, snapshot_bytes: int | None, num_drafts: int,
+                 state_bytes: int, token_bytes: int, budget: int) -> tuple[int, int]:
+    """How many rows get a state, and how many snapshots there are. snapshot_bytes: for these, if
+    the user says so. budget: bytes that are left, for
     states and KV. Raises `ValueError` where there is no room for one row."""
-    row_bytes = state_bytes * (1 + config.num_drafts)
+    row_bytes = state_bytes * (1 + num_drafts)
     num_rows = min(config.max_num_seqs, int((STATES_SHARE * budget - state_bytes) / row_bytes))
     if num_rows < 1:
         raise ValueError(f"no room for one sequence's recurrent state of {size_of(row_bytes)}: "
@@ -411,8 +416,8 @@ def share_memory(config: EngineConfig, state_bytes: int, token_bytes: int,
             f"recurrent state of {size_of(row_bytes)}")
     if not config.enable_prefix_caching:
         return num_rows, 0
-    if config.snapshot_bytes is not None:
-        return num_rows, config.snapshot_bytes // state_bytes
+    if snapshot_bytes is not None:
+        return num_rows, snapshot_bytes // state_bytes
     num_tokens = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
     kv_bytes = min(budget - num_rows * row_bytes, num_tokens * token_bytes)
     if config.num_gpu_blocks_override is not None:

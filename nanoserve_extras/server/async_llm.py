@@ -43,6 +43,7 @@ from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Request
 from nanoserve.llm import LLM
+from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 
 MAX_FAILURES = 3  # failed steps in a row, after which the engine takes no more requests
 
@@ -214,7 +215,8 @@ class AsyncLLM:
                 or sum(seq.num_tokens for seq in waiting) >= config.max_num_batched_tokens):
             return 0
         first = min(seq.request.arrival_time for seq in waiting)
-        return max(0, first + config.max_wait - time.time())
+        plan = self.llm.extra(LayerPlan)
+        return max(0, first + (plan.options.max_wait if plan else 0) - time.time())
 
     def _step(self) -> None:
         """One step. Raises when the engine can't go on."""

@@ -32,15 +32,16 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from nanoserve.config import EngineConfig
 from nanoserve.frontend.command import DashedParser
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.vllm import ROWS, nearest
 from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.server.api import create_app
 from nanoserve_extras.server.async_llm import AsyncLLM
 
 # vLLM's names of options, but for those that are ours as well: the engine's, or the server's.
-OURS = {*(field.name for field in fields(EngineConfig)), "served_model_name"}
+OURS = {*(field.name for field in fields(EngineArgs)), "served_model_name"}
 VLLMS = {name: row for (taker, name), row in ROWS.items()
          if taker in ("LLM", "serve") and name not in OURS}
 SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"],
@@ -118,7 +119,7 @@ def add_engine_options(engine) -> None:
 
 def engine_fields() -> list[Field]:
     """All options of the engine but the model, which has a place of its own."""
-    return [field for field in fields(EngineConfig) if field.name != "model"]
+    return [field for field in fields(EngineArgs) if field.name != "model"]
 
 
 def option_name(name: str) -> str:
@@ -264,7 +265,7 @@ def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
     from nanoserve_extras.lora.lora import LoRARequest  # an idea that may be deleted
     requests = {name: LoRARequest(name, i, folder) for i, (name, folder) in enumerate(modules, 1)}
     params = None
-    if llm.config.runner == "pooling":
+    if Fact.GENERATES not in llm.facts:
         from nanoserve_extras.pooling.pooling import PoolingParams
         params = PoolingParams()
     for request in requests.values():

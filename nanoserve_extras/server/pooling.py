@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
+from nanoserve.frontend.facts import Fact
 from nanoserve_extras.pooling.pooling import PoolingParams
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError
 from nanoserve_extras.server.errors import BadRequest
@@ -143,7 +144,7 @@ class Job:
     async def run(self, prompts: list, task: str | None, body: PoolingBody, show: Show,
                   prompt_name: str | None = None) -> Work:
         """Raises `ValueError` if the model is a generator, or does not have this task."""
-        if self.engine.llm.config.runner != "pooling":
+        if Fact.GENERATES in self.engine.llm.facts:
             raise ValueError("this server generates text (runner='generate'): start one with "
                              "--runner pooling")
         params = PoolingParams(task=task, dimensions=getattr(body, "dimensions", None),

@@ -36,6 +36,7 @@ import numpy as np
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend import rules
+from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import in_words, option
@@ -346,9 +347,12 @@ class StructuredOutput(Extra):
     `max_num_seqs` running there are none, but such a step is well used without them.
     """
 
+    name = "structured_outputs"
+    needs = frozenset([Fact.GENERATES])
     takes = ("structured_outputs",)
 
     def __init__(self):
+        super().__init__()
         self.constraints: dict[Sequence, Grammar] = {}  # which rank 0's sampler reads, too
         self.compiled: WeakKeyDictionary[Request, Grammar] = WeakKeyDictionary()  # of new requests
         self.grammars: Grammars | None = None  # made for the first request of this kind
@@ -359,7 +363,7 @@ class StructuredOutput(Extra):
         return replace(plan, parts=replace(plan.parts, constraints=self.constraints))
 
     def attach(self, engine: LLMEngine) -> None:
-        self.num_drafts = engine.config.num_drafts
+        self.num_drafts = engine.runner.parts.num_drafts
         self.engine = weakref.proxy(engine)  # which holds this object
         self.forced = Forced(self)
 

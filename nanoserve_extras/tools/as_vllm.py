@@ -22,10 +22,10 @@ from pathlib import Path
 from types import ModuleType
 
 import nanoserve
-from nanoserve.config import EngineConfig
 from nanoserve.frontend.command import command
 from nanoserve.frontend.vllm import ROWS, nearest
 from nanoserve.llm import BUNDLED_MODEL
+from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER
 
 VERSION = "0.33.0"  # the vLLM whose names these are: some scripts ask
@@ -96,8 +96,8 @@ class Finder:
 # ------------------------------------------ what only scripts for vLLM use
 
 
-class EngineArgs(EngineConfig):
-    """`EngineConfig` with the two methods that read a command line."""
+class EngineArgs(EveryOption):
+    """`nanoserve.EngineArgs` with the two methods that read a command line."""
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -29,8 +29,8 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 
-from nanoserve.config import EngineConfig
-from nanoserve_extras import read_model
+from nanoserve.llm import read_model
+from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.gguf_entries import (
     check_names,
     mend_tokenizer,
@@ -116,7 +116,7 @@ def read_config(file: Path, entries: dict, factors: dict) -> transformers.PreTra
         config.architectures = [getattr(known, "__name__", "a model that does not generate")]
     with TemporaryDirectory() as work:
         config.save_pretrained(work)
-        read_model(EngineConfig(model=work), Path(work))
+        read_model(EngineArgs(model=work), Path(work))
     return config
 
 

@@ -32,9 +32,9 @@ from nanoserve.device import build, trial
 from nanoserve.device.choice import fit_to_device, namespace, pick_device, why_unusable
 from nanoserve.device.memory import current, free_cpu_memory
 from nanoserve.frontend.defaults import resolve
-from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.llm import BUNDLED_MODEL, read_model
 from nanoserve.parallel.ranks import Ranks
-from nanoserve_extras import read_model
+from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.quantization.int4_linear import GROUP, round_groups
 from nanoserve_extras.quantization.quantization import small_kinds
 from nanoserve_extras.quantization.quantized_linear import Rows
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     args = parser.parse_args(argv)
     try:
-        asked = EngineConfig(model=args.model, device=args.device)
+        asked = EngineArgs(model=args.model, device=args.device)
         folder = find_model(args.model, weights=False, code=False, revision=None)
         asked, model, _ = read_model(asked, folder)
         config = resolve(asked, pick_device(asked.device), model)

@@ -42,15 +42,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig, read_architecture, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
-from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
+from nanoserve.config import KERNELS, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
 from nanoserve.extra import Extra
 from nanoserve.frontend.command import command
-from nanoserve.llm import LLM
+from nanoserve.llm import LLM, read_model
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Step
-from nanoserve_extras import read_model
 from nanoserve_extras.block_store.block_store import BlockStore
+from nanoserve_extras.engine_args import EngineArgs
 
 NEAR_TIE = 2e-5  # the default
 CONDITIONAL = "ForConditionalGeneration"  # how the names of wrappings end
@@ -288,7 +288,7 @@ def run_texts(llm: LLM, row: Row, texts: list[Text], params: SamplingParams) -> 
 def verify(args: argparse.Namespace) -> Iterator[Row]:
     """Yields each row when its mode has run. Raises `ValueError` for what can't be run."""
     ranks, max_tokens = args.tensor_parallel_size, args.max_tokens
-    engine = EngineConfig(model=args.model, kernels=args.kernels, tensor_parallel_size=ranks,
+    engine = EngineArgs(model=args.model, kernels=args.kernels, tensor_parallel_size=ranks,
                           model_impl=args.model_impl)
     folder = find_model(args.model)
     _, config, _ = read_model(engine, folder)

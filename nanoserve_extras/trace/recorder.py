@@ -38,8 +38,9 @@ from array import array
 from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from nanoserve.extra import Extra
 from nanoserve.frontend.metrics import say
@@ -47,6 +48,7 @@ from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.rules import private
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve_extras.trace.options import TraceOptions
 from nanoserve_extras.trace.reasons import explain
 
 MAX_STEPS = 20_000
@@ -58,9 +60,18 @@ class Recorder(Extra):
     """What `LLM(trace=...)` adds. The trace is written whenever no request is left, and also after
     an error, Ctrl-C or the script's end."""
 
-    def attach(self, engine) -> None:
+    Options = TraceOptions
+
+    @property
+    def name(self) -> str:
+        return f"trace={self.options.trace!r}"
+
+    def prepare(self, plan: Any) -> Any:
+        return replace(plan, parts=replace(plan.parts, traced=True))
+
+    def attach(self, engine: Any) -> None:
         config = engine.config
-        self.trace = Trace(config.trace, engine.scheduler, Path(config.model).name, say,
+        self.trace = Trace(self.options.trace, engine.scheduler, Path(config.model).name, say,
                            eyes=eyes_of(engine))
         engine.add(self.trace)
         weakref.finalize(engine, self.trace.close)

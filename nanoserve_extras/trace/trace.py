@@ -41,6 +41,7 @@ from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
+from nanoserve_extras.trace.options import TraceOptions
 from nanoserve_extras.trace.reasons import explain, lost_blocks
 from nanoserve_extras.trace.recorder import Trace
 
@@ -167,7 +168,7 @@ class Simulation:
     def record(self, path: str) -> Trace:
         """Write the steps to a file as well, an engine's page or JSON by its ending. Raises
         `ValueError` for another ending or a missing folder; what fails in writing is only said."""
-        EngineConfig(model="fake", trace=path)  # raises what an engine would
+        TraceOptions(trace=path)  # raises what an engine would
         trace = Trace(
             path, self.scheduler, "simulation", print, self.clock,
             f"made-up tokens, simulated clock: {1e3 * self.step_seconds:g} ms a step and "

@@ -10,7 +10,8 @@ import pytest
 from pages import ROOT, read
 
 from nanoserve.checkpoint.model_config import FAMILIES
-from nanoserve.config import POLICIES, EngineConfig, SamplingParams
+from nanoserve.config import POLICIES, SamplingParams
+from nanoserve_extras.engine_args import EngineArgs
 
 pytestmark = pytest.mark.floor
 API, MAP = read("docs/api.md"), read("docs/map.md")
@@ -19,7 +20,7 @@ API, MAP = read("docs/api.md"), read("docs/map.md")
 def test_the_options_are_all_there_with_their_defaults():
     listed = re.search(r"Options, with their defaults: (.*?`)\.", API, re.S)[1]
     assert re.sub(r"\s+", " ", listed) == ", ".join(
-        f"`{f.name}={f.default!r}`" for f in fields(EngineConfig) if f.name != "model")
+        f"`{f.name}={f.default!r}`" for f in fields(EngineArgs) if f.name != "model")
 
 
 def test_the_sampling_controls_are_all_there_with_their_defaults():

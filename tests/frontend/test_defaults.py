@@ -34,13 +34,11 @@ def test_budget_and_sequences_by_default(device, options, num_tokens, num_seqs):
     assert config.device == device
 
 
-def test_resolved_leaves_only_memory_and_extras_open():
+def test_resolved_leaves_only_memory_and_files_open():
     config = resolved(dtype="auto")
     open_choices = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) is None}
     assert open_choices == {"tokenizer", "hf_overrides", "kv_cache_memory_bytes",
-                            "kv_store", "layer_plan", "limit_mm_per_prompt",
-                            "num_gpu_blocks_override", "pooler_config", "quantization", "revision",
-                            "snapshot_bytes", "speculative_config", "trace"}
+                            "num_gpu_blocks_override", "revision"}
     assert (config.max_model_len, config.dtype) == (256, "float32")
     assert config.async_scheduling is False
     assert resolved(dtype="float16", async_scheduling=True).dtype == "float16"

@@ -10,6 +10,7 @@ import pytest
 
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.frontend import vllm
+from nanoserve_extras.engine_args import EngineArgs
 
 pytestmark = pytest.mark.floor
 
@@ -38,7 +39,7 @@ SAMPLING_DEFAULTS = dict(
 
 
 def test_vllms_defaults_written_out_change_nothing():
-    assert EngineConfig(model="m", **ENGINE_DEFAULTS) == EngineConfig(model="m")
+    assert EngineArgs(model="m", **ENGINE_DEFAULTS) == EngineArgs(model="m")
     assert SamplingParams(**SAMPLING_DEFAULTS) == SamplingParams()
 
 
@@ -48,7 +49,7 @@ def test_vllms_defaults_written_out_change_nothing():
     (dict(disable_log_stats=True, max_cpu_loras=4), {}), (dict(disable_log_stats=False), {}),
     (dict(swap_space=0, data_parallel_size=1, disable_custom_all_reduce=True), {})], ids=str)
 def test_words_that_are_taken(given, same):
-    assert EngineConfig(model="m", **given) == EngineConfig(model="m", **same)
+    assert EngineArgs(model="m", **given) == EngineArgs(model="m", **same)
 
 
 @pytest.mark.parametrize("given", [
@@ -62,7 +63,7 @@ def test_words_that_are_taken(given, same):
 def test_an_option_that_is_missing_here_is_refused_with_its_value_and_a_way_round(given):
     [(word, value)] = given.items()
     with pytest.raises(ValueError) as error:
-        EngineConfig(model="m", **given)
+        EngineArgs(model="m", **given)
     assert re.fullmatch(rf"LLM\(\): {word}={re.escape(repr(value))} is not supported: [^\n]{{12,}}",
                         str(error.value))
 
@@ -100,7 +101,7 @@ def test_one_thing_under_two_names_is_refused():
 
 def test_no_name_is_ours_and_refused_at_once():
     """A feature that arrives takes its name out of the table, which would be asked no more."""
-    for record, taker in ((EngineConfig, "LLM"), (SamplingParams, "SamplingParams")):
+    for record, taker in ((EngineArgs, "LLM"), (SamplingParams, "SamplingParams")):
         assert not [field.name for field in dataclasses.fields(record)
                     if (row := vllm.ROWS.get((taker, field.name))) and row.nothing != (None,)]
 
@@ -121,7 +122,7 @@ def test_a_name_without_a_row_is_compared_with_none_that_is_only_similar(word):
     """By difflib's usual measure mamba_block_size would be block_size, and enable_eplb
     enable_lora."""
     with pytest.raises(TypeError, match=rf"LLM\(\) has no {word}: its help\(\) tells what"):
-        EngineConfig(model="m", **{word: True})
+        EngineArgs(model="m", **{word: True})
 
 
 def test_a_clone_shares_nothing():
@@ -137,6 +138,6 @@ def test_a_clone_shares_nothing():
 def test_help_shows_the_fields_and_not_the_wrapper():
     import inspect
 
-    for record in (EngineConfig, SamplingParams):
+    for record in (EngineArgs, SamplingParams):
         names = {field.name for field in dataclasses.fields(record)}
         assert set(inspect.signature(record).parameters) == names

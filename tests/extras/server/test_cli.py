@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from nanoserve.config import EngineConfig  # noqa: E402
+from nanoserve_extras.engine_args import EngineArgs  # noqa: E402
 from nanoserve_extras.server import cli  # noqa: E402
 
 SERVE = [sys.executable, "-m", "nanoserve", "serve"]
@@ -29,7 +29,7 @@ def parse(*words: str) -> dict:
 
 
 def test_without_options_the_engine_gets_its_own_defaults():
-    assert parse() == {f.name: f.default for f in fields(EngineConfig) if f.name != "model"}
+    assert parse() == {f.name: f.default for f in fields(EngineArgs) if f.name != "model"}
 
 
 def test_every_option_of_the_engine_is_there():
@@ -48,14 +48,14 @@ def test_every_option_of_the_engine_is_there():
     assert {name: value for name, value in parse(*words).items() if name in given} == given
     text = cli.make_parser().format_help()
     assert "serve" in text
-    for field in fields(EngineConfig):
+    for field in fields(EngineArgs):
         assert field.name == "model" or f"--{field.name.replace('_', '-')}" in text
 
 
 def test_vllms_options_are_taken_where_they_ask_for_nothing():
     words = ["a/model", "--enable-expert-parallel", "--disable-log-requests", "--swap-space", "0",
              "--kv-cache-dtype", "auto", "--pipeline-parallel-size", "1"]
-    assert EngineConfig(model="m", **parse(*words)) == EngineConfig(model="m", expert_parallel=True)
+    assert EngineArgs(model="m", **parse(*words)) == EngineArgs(model="m", expert_parallel=True)
     assert "--swap-space" not in cli.make_parser().format_help()
 
 

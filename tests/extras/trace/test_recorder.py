@@ -13,8 +13,8 @@ from itertools import pairwise
 import pytest
 from witness import Witness, read
 
-from nanoserve import EngineConfig
 from nanoserve_extras.trace import recorder
+from nanoserve_extras.trace.options import TraceOptions
 from nanoserve_extras.trace.recorder import Trace, chrome_trace, page
 from nanoserve_extras.trace.trace import Arrival, Simulation
 
@@ -134,7 +134,7 @@ def test_nobody_else_reads_a_trace_and_no_link_leads_it_elsewhere(tmp_path, name
 @pytest.mark.parametrize("path", ["run.txt", "run", "no/such/folder/run.html", ".html"])
 def test_a_wrong_target_is_refused_at_once(path):
     with pytest.raises(ValueError, match="trace must be a file"):
-        EngineConfig(model="x", trace=path)
+        TraceOptions(trace=path)
 
 
 def test_writing_that_failed_is_not_tried_at_every_turn(tmp_path, monkeypatch):

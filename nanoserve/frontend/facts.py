@@ -1,0 +1,76 @@
+"""What is true of an engine, and what each part of it needs: facts in the place of pairs.
+
+    a block store   needs  "KV blocks are all that a sequence keeps"  ─┐
+    a hybrid model  ends   "KV blocks are all that a sequence keeps"  ─┴─► `ValueError`, both named
+
+Two features that can't work together have a reason, and the reason is a fact that one needs and the
+other makes untrue. So no feature names another: it says which facts it needs and which it ends, and
+`facts_of` finds the clashes. A new feature is combined with all others by two lines, and the page
+docs/combinations.md is made of the same facts.
+
+Invariant: a fact is needed by somebody, and ended by somebody; otherwise it is no reason for
+anything.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class Fact(Enum):
+    """What holds for a plain engine: our own decoder with all of its weights on one CPU or GPU."""
+
+    GENERATES = "it writes text"
+    OWN_NETWORK = "the network is nanoserve's own"
+    OWN_LINEAR = "the linear layers are nanoserve's own"
+    ONE_MATRIX = "each weight is a matrix, and not one for each expert"
+    KV_ALONE = "KV blocks are all that a sequence keeps"
+    TOKENS_NAME_BLOCKS = "tokens alone say what a KV block holds"
+    PREFIX_CACHE = "KV blocks are kept for later prompts"
+    ONE_RANK = "each weight is whole on one rank"
+    ONE_STAGE = "all layers are on one rank"
+    IN_MEMORY = "all layers stay in memory"
+    ON_CPU = "it runs on a CPU"
+    GRAPHS = "a decode step can be recorded as a CUDA graph"
+
+
+class Part(Protocol):
+    """What an engine is made with: an extra, or an `Asked`. name: as the user wrote it."""
+
+    name: str
+    needs: frozenset[Fact]
+    ends: frozenset[Fact]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An option of the engine's own, or a kind of model, with the facts that it ends."""
+
+    name: str
+    ends: frozenset[Fact]
+    needs: frozenset[Fact] = frozenset()
+
+
+def clash(one: Part, other: Part) -> str | None:
+    """Why these two can't be parts of one engine; None if they can."""
+    for needy, ender in ((one, other), (other, one)):
+        if wrong := [fact for fact in Fact if fact in needy.needs & ender.ends]:
+            option = next((part.name.partition("=")[0] for part in (needy, ender)
+                           if "=" in part.name), "")
+            remedy = ("leave one of them out" if all("=" in part.name for part in (needy, ender))
+                      else f"leave {option} out" if option else "choose another model")
+            return (f"{needy.name} does not go together with {ender.name}: it needs that "
+                    f"{wrong[0].value}; {remedy}")
+    return None
+
+
+def facts_of(parts: Iterable[Part]) -> frozenset[Fact]:
+    """The facts that are true of an engine with these parts. Raises `ValueError` for two that
+    clash."""
+    parts = list(parts)
+    for i, one in enumerate(parts):
+        for other in parts[:i]:
+            if (why := clash(one, other)) is not None:
+                raise ValueError(why)
+    return frozenset(Fact).difference(*(part.ends for part in parts))

@@ -1,0 +1,74 @@
+"""What goes with what: the page says what the facts say, and a clash is said before work starts."""
+
+import re
+
+import pytest
+from pages import read
+
+from nanoserve.frontend.facts import Asked, Fact, clash, facts_of
+from nanoserve_extras.combinations import FEATURES, KINDS, legend, missing, table
+
+PAGE = read("docs/combinations.md")
+PLAIN = Asked("a plain engine", frozenset())
+PAIRS = [(feature, kind) for feature in FEATURES for kind in KINDS]
+
+
+def test_the_page_has_both_tables_and_the_facts():
+    seen = {name: one for name, one in FEATURES.items() if name != "images, sounds"}
+    features = {name: [one] for name, one in FEATURES.items()}
+    for part in (*table(seen, KINDS), *table(FEATURES, features), *legend().split("\n")):
+        assert f"\n{part}\n" in PAGE, part
+
+
+@pytest.mark.parametrize(("feature", "kind"), PAIRS)
+def test_each_cell_is_a_sentence_or_an_engine(feature, kind):
+    """The engine's own check agrees with the table, and its sentence names both parts."""
+    one, others = FEATURES[feature], [part for part in KINDS[kind]
+                                      if isinstance(part, Asked) or type(part) is not type(
+                                          FEATURES[feature])]
+    if (fact := missing(one, KINDS[kind])) is None:
+        assert facts_of([one, *others]) == frozenset(Fact).difference(
+            one.ends, *(part.ends for part in others))
+        return
+    with pytest.raises(ValueError) as error:
+        facts_of([one, *others])
+    said = str(error.value)
+    assert fact.value in said or any(other.value in said for other in Fact)
+    assert one.name in said and any(part.name in said for part in others)
+
+
+def test_no_fact_is_without_somebody_who_needs_it_and_somebody_who_ends_it():
+    """Otherwise it refuses nothing. `ON_CPU` is ended by an option of the engine's own."""
+    parts = [*FEATURES.values(), *(part for kind in KINDS.values() for part in kind)]
+    needed = {fact for part in parts for fact in part.needs}
+    ended = {fact for part in parts for fact in part.ends}
+    assert needed == set(Fact)
+    assert ended | {Fact.ON_CPU} == set(Fact)
+
+
+@pytest.mark.parametrize(("options", "names"), [
+    (dict(enable_lora=True, model_impl="transformers"), ["enable_lora=True", "transformers'"]),
+    (dict(kv_offload_bytes=2 ** 20, enable_prefix_caching=False),
+     ["kv_offload_bytes=1048576", "enable_prefix_caching=False"]),
+    (dict(pipeline_parallel_size=2, kv_store="folder"), ["pipeline_parallel_size", "kv_store"]),
+    (dict(tensor_parallel_size=2, model_impl="transformers"), ["tensor_parallel_size=2"]),
+    (dict(runner="pooling", speculative_config=dict(method="ngram", num_speculative_tokens=2)),
+     ["runner='pooling'", "speculative_config"])], ids=str)
+def test_an_engine_is_refused_before_its_weights_are_read(options, names, qwen3, monkeypatch):
+    from nanoserve import LLM
+    from nanoserve.model_runner import ModelRunner
+
+    monkeypatch.setattr(ModelRunner, "__init__", None)
+    with pytest.raises(ValueError) as error:
+        LLM(qwen3, **options)
+    assert all(name in str(error.value) for name in names), error.value
+    assert re.search(r"it needs that .+; leave ", str(error.value))
+
+
+def test_the_remedy_names_what_can_be_left_out():
+    model = Asked("a model", frozenset([Fact.KV_ALONE]))
+    store = Asked("kv_store='x'", frozenset(), frozenset([Fact.KV_ALONE]))
+    assert clash(store, model) == clash(model, store) == (
+        "kv_store='x' does not go together with a model: it needs that KV blocks are all that a "
+        "sequence keeps; leave kv_store out")
+    assert clash(store, PLAIN) is None
