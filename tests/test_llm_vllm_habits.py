@@ -122,7 +122,7 @@ def test_chat_takes_use_tqdm_by_position(llm, capsys):
 
 
 @pytest.mark.parametrize(("call", "given"), [
-    ("generate", dict(prompt_adapter_request="x")), ("generate", dict(prompt_token_ids=[[1, 2]])),
+    ("generate", dict(tokenization_kwargs={"x": 1})), ("generate", dict(prompt_token_ids=[[1, 2]])),
     ("generate", dict(mm_processor_kwargs={"x": 1})),
     ("stream", dict(tools=[{}])),
     ("chat", dict(chat_template_content_format="openai")),

@@ -17,7 +17,8 @@ value asks for what happens anyway: None, one of `Row.nothing`, or else False, 0
 `LLM`, `SamplingParams`, the methods, the server's bodies and its command line read this table. Not
 known here: what our own names mean; that is config.py. This file imports nothing of nanoserve, so
 that config.py may use it. Road not taken: a row for each of vLLM's names. Few of them are in
-anybody's script, and a row that nobody meets grows old.
+anybody's script, and a row that nobody meets grows old. But a field of a body that has no row is
+passed over (the server logs it once), so a row that keeps a text from being another one stays.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -71,9 +72,8 @@ TABLE = (
     Row("LLM", "override_generation_config", "pass SamplingParams with these values to generate()"),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
-    Row("LLM call prompt method body", "mm_processor_kwargs media_io_kwargs multi_modal_uuids "
-        "reset_mm_cache", "images are read as the checkpoint says, and known by content: leave it "
-        "out"),
+    Row("LLM call prompt body", "mm_processor_kwargs media_io_kwargs", "images are read as the "
+        "checkpoint says: leave it out"),
     Row("prompt", "multi_modal_data", "this engine reads text alone: make it with "
         "limit_mm_per_prompt={'image': 1}, see docs/vision.md"),
     # How it runs.
@@ -140,7 +140,6 @@ TABLE = (
         (-1, {}, "")),
     Row("SamplingParams", "logprob_token_ids flat_logprobs", "ask for the logprobs of the likeliest"
         " tokens with logprobs, of all with -1"),
-    Row("SamplingParams", "stream_interval"),
     Row("SamplingParams", "do_sample", "temperature=0 is greedy", (True,)),
     Row("SamplingParams", "n_predict num_predict max_length", "use max_tokens"),
     Row("SamplingParams", "stop_sequences", "use stop"),
@@ -149,12 +148,9 @@ TABLE = (
     Row("SamplingParams call", "truncate_prompt_tokens", "pass the last token ids of the prompt; "
         "for a pooling model set it in PoolingParams"),
     Row("LLM prompt body", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
-    Row("SamplingParams prompt", "skip_reading_prefix_cache", "make the engine with "
-        "enable_prefix_caching=False, or give each prompt a cache_salt of its own"),
     Row("SamplingParams", "cache_salt", "it goes with a prompt, {'prompt': ..., 'cache_salt': ...},"
         " or into the body of a completion or a chat"),
     Row("call", "prompt_token_ids", "pass them as the prompts: [{'prompt_token_ids': [...]}, ...]"),
-    Row("call", "prompt_adapter_request", "use lora_request="),
     Row("call", "tools", "calls are a chat's: use chat(tools=...)"),
     Row("call", "chat_template_content_format", "a template gets the content of a message as text",
         ("auto", "string")),
@@ -165,7 +161,6 @@ TABLE = (
         "PoolingParams or PoolerConfig", (None,)),
     Row("body", "embed_dtype endianness", "vectors are float32, the lowest byte first: leave it "
         "out", ("float32", "native", "little")),
-    Row("pooling", "seq_pooling_type tok_pooling_type", "use pooling_type="),
     Row("LLM", "override_pooler_config", "use pooler_config="),
     Row("pooling method", "step_tag_id returned_token_ids reward",
         "encode(pooling_task='token_classify') gives a reward for each token"),
@@ -181,7 +176,6 @@ TABLE = (
     Row("import", "ModelRegistry", "an architecture is a row in checkpoint/, see docs/models.md"),
     Row("import", "random_uuid", "use uuid.uuid4().hex"),
     Row("import", "envs", "options of LLM(...) say what vLLM's environment variables do"),
-    Row("import", "UsageContext", "nothing is reported to anybody: leave it out"),
     # vLLM's options of its server.
     Row("serve", "uvicorn_log_level disable_uvicorn_access_log disable_fastapi_docs max_log_len "
         "enable_request_id_headers enable_server_load_tracking enable_tokenizer_info_endpoint "
@@ -193,7 +187,6 @@ TABLE = (
     Row("serve", "api_server_count", "one process answers: leave it out", (1,)),
     Row("serve", "response_role", "answers have the role assistant", ("assistant",)),
     Row("serve", "chat_template_content_format", "a template gets what it expects", ("auto",)),
-    Row("serve", "lora_dtype middleware headless config", "leave it out"),
     # What OpenAI's clients send to the server. Of the first row some tell who asks, or what is to
     # be kept; a prediction, or a key for the prompt cache, is about speed.
     Row("body", "user metadata store service_tier safety_identifier prompt_cache_key "

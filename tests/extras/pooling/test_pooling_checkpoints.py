@@ -214,8 +214,6 @@ def test_vllms_words_for_pooling(qwen3):
         with pytest.raises(ValueError, match=f"normalize={asked} .*use use_activation="):
             PoolingParams(normalize=asked)
     config = PoolerConfig(pooling_type="MEAN", activation=None)
-    with pytest.raises(ValueError, match="PoolerConfig: seq_pooling_type='CLS'.*use pooling_type="):
-        PoolerConfig(seq_pooling_type="CLS")
     with start(qwen3, pooler_config=config) as llm:
         assert str(llm.runner.pooler) == "pooling MEAN to embed"
         assert len(llm.embed("a", lora_request=None, tokenization_kwargs=None)) == 1
