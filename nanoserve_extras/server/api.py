@@ -3,7 +3,7 @@
     POST /v1/completions  /v1/chat/completions       a generator's, whole or as an event stream
     POST /v1/responses  /v1/messages                 a chat in other languages (translate.py)
     POST /v1/embeddings  /classify  /pooling  /score  /rerank  ...   a pooling model's
-    POST /tokenize  /detokenize  /invocations        GET /tokenizer_info
+    POST /tokenize  /detokenize                      GET /tokenizer_info
     GET  /v1/models  /health  /ping  /load  /version  /metrics  /trace
 
     body ─► protocol: checked ─► AsyncLLM.prepare: tokenised ─► room? ─► AsyncLLM.outputs ─► answers
@@ -320,8 +320,6 @@ GETS = {"/tokenizer_info": Server.tokenizer_info, "/v1/models": Server.models,
         "/v1/models/{name:path}": Server.model, "/load": Server.load, "/health": Server.health,
         "/ping": Server.health, "/version": Server.version, "/metrics": Server.metrics,
         "/trace": Server.trace}
-PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "query": "/rerank",
-         "input": "/v1/embeddings", "text_1": "/score"}  # by a field of the body
 
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
@@ -342,16 +340,6 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
     for path, endpoint in GETS.items():
         app.get(path)(endpoint.__get__(server))
         app.head(path, include_in_schema=False)(endpoint.__get__(server))
-    app.post("/ping")(server.health)
-
-    @app.post("/invocations", description="SageMaker's one path, for a body of any of the others.")
-    async def invocations(body: dict[str, Any], http: Request):
-        path = next((path for field, path in PATHS.items()
-                     if body.get(field) is not None), None)
-        if path is None:
-            raise BadRequest(f"the body has none of {', '.join(PATHS)}")
-        kind, endpoint = POSTS[path]
-        return await respond(server, endpoint, validated(kind, body), http)
 
     form = TranscriptionBody.model_json_schema(ref_template="#/components/schemas/{model}")
     form.pop("$defs")  # FastAPI has them, of the other bodies

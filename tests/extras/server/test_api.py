@@ -466,7 +466,7 @@ def test_the_server_says_what_it_is(server):
         COMPLETIONS, CHATS, "/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score",
         "/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/tokenizer_info",
         "/v1/models", "/v1/models/{name}", "/health", "/ping", "/load", "/version", "/metrics",
-        "/trace", "/v2/embed", "/invocations", "/v1/responses", "/v1/messages",
+        "/trace", "/v2/embed", "/v1/responses", "/v1/messages",
         "/v1/messages/count_tokens", "/v1/audio/transcriptions"}
     [(kind, form)] = schema["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"][
         "content"].items()

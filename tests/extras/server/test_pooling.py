@@ -90,9 +90,7 @@ def test_a_ranking_has_the_best_first(server):
     ("/rerank", dict(query=TEXTS[1], texts=TEXTS, raw_scores=True)),
     ("/score", dict(queries=TEXTS[1], documents=TEXTS)), ("/v1/score", dict(
         data_1=TEXTS[1], data_2=TEXTS)), ("/score", dict(text_1=TEXTS[1], text_2=TEXTS)),
-    ("/v1/score", dict(queries=TEXTS[1], items=TEXTS)),
-    ("/invocations", dict(query=TEXTS[1], documents=TEXTS)),
-    ("/invocations", dict(text_1=TEXTS[1], text_2=TEXTS))])
+    ("/v1/score", dict(queries=TEXTS[1], items=TEXTS))])
 def test_every_clients_way_has_the_same_scores(server, path, body):
     expected = {i: pytest.approx(out.outputs.score, abs=1e-5) for i, out in enumerate(
         server.llm.score(TEXTS[1], TEXTS, use_tqdm=False))}
@@ -127,8 +125,6 @@ def test_coheres_embeddings(server):
         long["texts"][0])[:server.llm.config.max_model_len]]))
     status, answer = server.ask("/v2/embed", long | dict(truncate="NONE"))
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
-    status, answer = server.ask("/invocations", dict(input=TEXTS))
-    assert [one["embedding"] for one in answer["data"]] == near(embedded(server, TEXTS))
 
 
 @pytest.mark.parametrize("path, body, said", [
@@ -145,8 +141,6 @@ def test_coheres_embeddings(server):
     ("/rerank", dict(query="x", documents=[]), "documents"),
     ("/rerank", dict(query="x", documents=["a"], texts=["b"]), "one of documents and texts"),
     ("/v2/embed", dict(texts=["x"], embedding_types=["int8"]), "embedding_types"),
-    ("/invocations", dict(nothing="x"), "none of messages"),
-    ("/invocations", dict(query=5, documents=["x"]), "query"),
     ("/v1/completions", dict(prompt="x"), "pools"),
     ("/v1/chat/completions", dict(messages=[{"role": "user", "content": "x"}]), "pools")])
 def test_bad_input_is_refused(server, path, body, said):
