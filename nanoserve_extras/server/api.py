@@ -57,7 +57,6 @@ from nanoserve_extras.server.protocol import (
     TokenizeBody,
     TranscriptionBody,
     as_prompts,
-    form_fields,
 )
 from nanoserve_extras.server.tool_grammar import Turns
 from nanoserve_extras.server.tracer import Tracer
@@ -347,9 +346,14 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
     @app.post("/v1/audio/transcriptions", description=form.pop("description"), openapi_extra=dict(
         requestBody=dict(content={"multipart/form-data": dict(schema=form)})))
     async def transcriptions(http: Request):
-        entries = form_fields(http.headers.get("content-type", ""), await http.body())
-        entries = {name: value for name, value in entries.items()
-                   if value != "" or name == "file"}  # an empty text was not filled in
+        kind = http.headers.get("content-type", "none at all")
+        if not kind.startswith("multipart/form-data"):
+            raise BadRequest(f"the body was not read, because its Content-Type is {kind:.80}: send "
+                             "a form, multipart/form-data", None, 415)
+        async with http.form() as form:
+            entries = {name: value if isinstance(value, str) else await value.read()
+                       for name, value in form.items()
+                       if value != "" or name == "file"}  # an empty text was not filled in
         body = validated(TranscriptionBody, entries, strict=False)  # a form has texts for numbers
         return await respond(server, Server.transcribe, body, http)
 

@@ -24,7 +24,6 @@ what OpenAI serves and not what this server does.
 
 import json
 from dataclasses import fields, replace
-from email import message_from_bytes, message_from_string
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
@@ -226,23 +225,6 @@ class TranscriptionBody(CompletionBody):
 
     def form(self) -> Any:
         return self.structured_outputs
-
-
-def form_fields(kind: str, body: bytes) -> dict[str, bytes | str]:
-    """The fields of multipart/form-data (RFC 7578), of which files are bytes. kind: the request's
-    Content-Type. Raises `BadRequest`. The standard library reads the heads alone: its parser goes
-    into parts of parts, and takes a square of time for them."""
-    whole, found = message_from_string(f"Content-Type: {kind}"), {}
-    boundary = whole.get_boundary("").encode(errors="replace")
-    if whole.get_content_type() != "multipart/form-data" or not boundary:
-        raise BadRequest(f"the body was not read, because its Content-Type is {kind:.80}: send a "
-                         "form, multipart/form-data with its boundary", None, 415)
-    for part in (b"\r\n" + body).split(b"\r\n--" + boundary)[1:-1]:
-        head, _, data = part.partition(b"\r\n\r\n")
-        told = message_from_bytes(head.strip())
-        name = str(told.get_param("name", header="content-disposition"))
-        found[name] = data if told.get_filename() else data.decode(errors="replace")
-    return found
 
 
 class Function(BaseModel):
