@@ -96,7 +96,7 @@ def test_what_is_wrong_is_a_400_that_says_so(client, wrong, says):
 def test_what_is_no_form_is_named(serving):
     for body, kind, status, says in (
             ({"model": NAME}, "application/json", 415, "send a form"), (b"", FORM, 400, "file"),
-            (b"", "multipart/form-data", 400, "boundary"), (b"--xyz\r\n\r\n", FORM, 400, "file"),
+            (b"", "multipart/form-data", 400, "boundary"), (b"--xyz\r\n\r\n", FORM, 400, "name"),
             (b'--xyz\r\nContent-Disposition: form-data; name="file"\r\n\r\n\r\n--xyz--', FORM,
              400, "WAV")):
         got, answer = serving.ask(PATH, body, "POST", **{"content-type": kind})
