@@ -17,6 +17,7 @@ from nanoserve import LLM, SamplingParams
 PROGRAMS = [
     ("api", "## Structured output", "<!-- printed by the structured example -->"),
     ("block-store", "\n```python", "<!-- printed by the example above -->"),
+    ("block-store", "## Prefill and decode apart", "<!-- printed by the two engines -->"),
     ("layers", "\n```python", "<!-- printed by the napkin -->"),
     ("models", "\n```python", "<!-- printed by the pooling example -->"),
     ("quantization", "\n```python", "<!-- printed by the int8 example -->"),
@@ -32,8 +33,25 @@ def test_a_program_prints_what_is_shown(name, program, printed):
     page = read(f"docs/{name}.md")
     shown = block_after(page, printed)
     assert run("-c", block_after(page, program)) == shown
-    if name == "block-store":
+    if program == "## Prefill and decode apart":
+        assert_engines_apart_write_what_one_writes(shown)
+    elif name == "block-store":
         assert int(re.search(r"second start: (\d+)", shown)[1]) > 200
+
+
+def assert_engines_apart_write_what_one_writes(shown: str) -> None:
+    """All full blocks but that of the last token came from the first engine, until it was killed.
+    """
+    tale = "The fisherman told the children a story. " * 8
+    prompts, expected = [tale + "It began:", tale + "It ended:", "A bell rang. " * 20], []
+    with LLM(dtype="float32", enable_prefix_caching=False) as llm:
+        for i, output in enumerate(llm.generate(
+                prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)):
+            num_tokens = len(output.prompt_token_ids)
+            num_found = (num_tokens - 1) // 16 * 16 if i < 2 else 0
+            expected.append(f"{num_found} of {num_tokens} tokens came, then "
+                            f"{output.outputs[0].text!r}\n")
+    assert shown == "".join(expected)
 
 
 def test_verify_prints_what_is_shown():
