@@ -34,8 +34,9 @@ from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.extra import Extra, Hooks
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import EngineMetrics, Metric, say
+from nanoserve.frontend.metrics import EngineMetrics, Metric
 from nanoserve.frontend.outputs import RequestOutput
+from nanoserve.frontend.progress import say
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Inbox, Request
 from nanoserve.model_runner import ModelRunner, RankParts

@@ -15,6 +15,7 @@ Names and defaults are vLLM's, so that its users need to change one import only.
 supported raises; nothing is accepted and ignored.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -36,10 +37,11 @@ from nanoserve.extra import Extra
 from nanoserve.frontend.defaults import own_parts, resolve
 from nanoserve.frontend.facts import Fact, facts_of
 from nanoserve.frontend.inputs import InputProcessor
-from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
+from nanoserve.frontend.progress import prompts_bar, say
 from nanoserve.frontend.prompts import Prompt, as_list, conversations, one_for_each
 from nanoserve.frontend.request import Request
+from nanoserve.frontend.summary import summary
 from nanoserve.frontend.vllm import missing_method, takes_vllms_words
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.processes import start_ranks, take_gpu
@@ -159,12 +161,15 @@ class LLM(LLMEngine):
         requests = self.make_requests(prompts, sampling_params, priority, lora_request)
         for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
-        results = {}
-        with closing(self.drive(requests)) as outputs, Progress(
-                len(requests), use_tqdm, summarize) as progress:
+        results, start = {}, time.perf_counter()
+        with closing(self.drive(requests)) as outputs, prompts_bar(
+                len(requests), use_tqdm) as bar:
             for output in outputs:
                 results[output.request_id] = output
-                progress.finished(output)
+                bar.update()
+        if summarize:
+            say(summary([output.metrics for output in results.values()],
+                        time.perf_counter() - start))
         return [results[request.request_id] for request in requests]
 
     @takes_vllms_words("stream()", "call")

@@ -48,7 +48,7 @@ MAY_IMPORT = {
                      "layers", "model", "controls", "sampler"],
     "frontend/*": ["config", "sequence", "extra", "scheduler", "checkpoint/*", "frontend/*"],
     "engine": ["scheduler", "model_runner", "frontend/facts", "frontend/metrics",
-               "frontend/outputs", "frontend/prompts", "frontend/request",
+               "frontend/outputs", "frontend/progress", "frontend/prompts", "frontend/request",
                "checkpoint/model_config",
                "checkpoint/tokenizers", "config", "sequence", "extra", "parallel/turns"],
     "llm": ["engine", "model_runner", "scheduler", "frontend/*", "checkpoint/*", "parallel/*",
@@ -74,7 +74,8 @@ IDEAS = {
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
         "checkpoint/model_config", "config", "sequence", "extra", "block_manager", "scheduler",
         "frontend/command", "frontend/defaults", "frontend/facts",
-        "frontend/metrics", "frontend/prompts", "frontend/rules", "frontend/vllm", "parallel/turns"]
+        "frontend/metrics", "frontend/progress", "frontend/prompts", "frontend/rules",
+        "frontend/summary", "frontend/vllm", "parallel/turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader", "checkpoint/wrappings"],
          "triton": ["device/kernels", "device/kernels_delta", "device/kernels_fused",

@@ -1,13 +1,7 @@
-"""What the engine did, in numbers: counters, a snapshot in vLLM's names, and one line to read.
+"""What the engine did, in numbers: counters and histograms, and a snapshot in vLLM's names.
 
 A request's own times and counts are in its `RequestOutput.metrics` (frontend/outputs.py). They are
-set here, and summed up over all requests. The words of the field:
-
-    TTFT         time to first token: from the request's arrival until its first token is known
-    TPOT         time per output token: (last token - first token) / (output tokens - 1); with
-                 n > 1 the tokens are a sample's on average, because the samples run side by side
-    hit rate     prompt tokens found in the prefix cache / prompt tokens looked up
-    p99          the value that 99 of 100 requests stay below (nearest rank: the 99th of 100)
+set here, and counted over all requests:
 
     arrival ─► queued ─► scheduled ─► first token ─► ... ─► last token
                   └ queue ──┴─ prefill ────┴──── decode ────────┘      inference = prefill + decode
@@ -27,18 +21,14 @@ gauges are read off the scheduler then, and are never kept. Road not taken: a me
 global registry, as vLLM has; two engines in one process would share their numbers.
 """
 
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil
-
-from tqdm import tqdm
 
 from nanoserve.extra import Extra
-from nanoserve.frontend.outputs import RequestOutput, RequestStateStats
+from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 
@@ -256,91 +246,3 @@ def one_two_five(limit: int) -> tuple[int, ...]:
     """1, 2, 5, 10, 20, 50 ... up to `limit`. Example: 30 gives 1, 2, 5, 10, 20."""
     steps = (digit * 10 ** power for power in range(len(str(limit))) for digit in (1, 2, 5))
     return tuple(step for step in steps if step <= limit)
-
-
-# ------------------------------------------------------------ for a reader
-
-
-def summary(metrics: list[RequestStateStats], seconds: float) -> str:
-    """One line over finished requests and the `seconds` they took together.
-
-    Requests without a token (aborted) have no TTFT, those with one token no time per output token.
-    """
-    ttft = sorted(m.first_token_latency for m in metrics if m.first_token_ts)
-    spans = [(m.last_token_ts - m.first_token_ts, m.num_generation_tokens / m.num_samples - 1)
-             for m in metrics if m.num_generation_tokens > m.num_samples]
-    num_prompt = sum(m.num_prompt_tokens for m in metrics)
-    num_cached = sum(m.num_cached_tokens for m in metrics)
-    num_out = sum(m.num_generation_tokens for m in metrics)
-    parts = [f"{many(len(metrics), 'request')} in {seconds:.2f} s"]
-    if ttft:
-        parts.append(f"TTFT mean {_time(sum(ttft) / len(ttft))}, p99 {_time(percentile(ttft, 99))}")
-    if spans:
-        mean = sum(span / count for span, count in spans) / len(spans)
-        parts.append(f"{_time(mean)} per output token")
-    parts.append(f"{num_out / max(seconds, 1e-9):,.0f} output tok/s")
-    parts.append(f"prefix hits {num_cached / max(num_prompt, 1):.0%} of {num_prompt:,} prompt "
-                 "tokens")
-    parts.append(many(sum(m.num_preemptions for m in metrics), "preemption"))
-    return " | ".join(parts)
-
-
-def percentile(ordered: list[float], percent: int) -> float:
-    """By nearest rank. Example: the 99th percentile of 100 values is the 99th, of 10 the 10th."""
-    return ordered[ceil(percent * len(ordered) / 100) - 1]
-
-
-def many(count: int, noun: str) -> str:
-    """ "1 block", "2 blocks"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-
-
-def say(*lines: str) -> None:
-    """Print lines on standard error. If a progress bar is drawn there, tqdm clears it and draws it
-    again below the lines."""
-    for line in lines:
-        tqdm.write(f"nanoserve: {line}", file=sys.stderr)
-
-
-def prompts_bar(num_requests: int, use_tqdm: bool | Callable) -> tqdm:
-    """The progress bar of `generate` and `encode`. use_tqdm: whether to show a bar, or (as in vLLM)
-    a function that makes one. Where standard error is no terminal, none is shown."""
-    make = use_tqdm if callable(use_tqdm) else tqdm
-    wanted = bool(use_tqdm) and num_requests > 0
-    return make(total=num_requests, desc="Processed prompts", unit="prompt", dynamic_ncols=True,
-                disable=None if wanted else True)
-
-
-class Progress:
-    """The bar of `generate`: prompts done, prompt and output tokens per second.
-
-    summarize: at the end, print the line of `summary`.
-    """
-
-    def __init__(self, num_requests: int, use_tqdm: bool | Callable, summarize: bool):
-        self.summarize = summarize
-        self.metrics: list[RequestStateStats] = []
-        self.bar = prompts_bar(num_requests, use_tqdm)
-        self.start = time.perf_counter()
-        self.num_prompt_tokens = self.num_output_tokens = 0
-
-    def finished(self, output: RequestOutput) -> None:
-        self.metrics.append(output.metrics or RequestStateStats())
-        self.num_prompt_tokens += len(output.prompt_token_ids)
-        self.num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        seconds = max(time.perf_counter() - self.start, 1e-9)
-        self.bar.set_postfix_str(f"input: {self.num_prompt_tokens / seconds:.1f} tok/s, "
-                                 f"output: {self.num_output_tokens / seconds:.1f} tok/s", False)
-        self.bar.update()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, error: type | None, *exc_info) -> None:
-        self.bar.close()
-        if self.summarize and error is None:
-            say(summary(self.metrics, time.perf_counter() - self.start))

@@ -40,8 +40,9 @@ from nanoserve.batch import MAX_MOVES
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import Counter, Metric, say
+from nanoserve.frontend.metrics import Counter, Metric
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.progress import say
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step

@@ -26,7 +26,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import say
+from nanoserve.frontend.progress import say
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Sequence, Step

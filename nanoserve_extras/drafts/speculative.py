@@ -24,7 +24,8 @@ from pathlib import Path
 
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
-from nanoserve.frontend.metrics import Counter, Metric, Vector, say
+from nanoserve.frontend.metrics import Counter, Metric, Vector
+from nanoserve.frontend.progress import say
 from nanoserve.frontend.rules import in_words
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.drafts.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nanoserve import ops
 from nanoserve.checkpoint.loader import translated
-from nanoserve.frontend.metrics import say
+from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear, Placement
 from nanoserve.parallel.ranks import Span
 from nanoserve_extras.foreign.foreign_weights import towers_of

@@ -36,7 +36,8 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
+from nanoserve.frontend.metrics import Counter, Gauge, Metric
+from nanoserve.frontend.progress import say
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, DecoderLayer, KVCache
 from nanoserve.model_runner import ModelRunner

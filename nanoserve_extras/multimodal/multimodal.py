@@ -40,8 +40,9 @@ from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.inputs import InputProcessor
-from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
+from nanoserve.frontend.metrics import Counter, Gauge, Metric
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.progress import say
 from nanoserve.frontend.prompts import Prompt, salt_of
 from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import in_words

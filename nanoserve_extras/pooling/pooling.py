@@ -38,8 +38,8 @@ from nanoserve.extra import Extra
 from nanoserve.frontend import rules
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.inputs import InputProcessor
-from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.progress import prompts_bar
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each, salt_of
 from nanoserve.frontend.request import Request, salted
 from nanoserve.frontend.rules import in_words, option

@@ -33,7 +33,7 @@ import torch
 from nanoserve.engine import Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import say
+from nanoserve.frontend.progress import say
 from nanoserve_extras.quantization.int4_linear import (
     Grouped,
     GroupedPanels,

@@ -38,7 +38,8 @@ from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import Metric, say
+from nanoserve.frontend.metrics import Metric
+from nanoserve.frontend.progress import say
 from nanoserve.model import KVCache
 from nanoserve.sampler import put
 from nanoserve.sequence import Step

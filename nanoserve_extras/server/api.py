@@ -34,7 +34,7 @@ from pydantic import ValidationError
 
 import nanoserve
 from nanoserve.config import SamplingParams
-from nanoserve.frontend.metrics import say
+from nanoserve.frontend.progress import say
 from nanoserve_extras.server import pooling, prometheus
 from nanoserve_extras.server.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError

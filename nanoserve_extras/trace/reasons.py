@@ -20,7 +20,7 @@ pages, tables, torch. Road not taken: sentences made by the scheduler, in its ho
 
 from dataclasses import dataclass, field
 
-from nanoserve.frontend.metrics import many
+from nanoserve.frontend.progress import many
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 

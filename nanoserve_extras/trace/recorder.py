@@ -43,8 +43,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.extra import Extra
-from nanoserve.frontend.metrics import say
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.progress import say
 from nanoserve.frontend.rules import private
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step

@@ -37,8 +37,9 @@ from pathlib import Path
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
 from nanoserve.extra import Extra
 from nanoserve.frontend.command import command
-from nanoserve.frontend.metrics import EngineMetrics, summary
+from nanoserve.frontend.metrics import EngineMetrics
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.summary import summary
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
 from nanoserve_extras.trace.options import TraceOptions

@@ -16,9 +16,9 @@ from nanoserve.frontend.metrics import (
     Gauge,
     Histogram,
     one_two_five,
-    summary,
 )
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.summary import summary
 
 GREEDY = dict(temperature=0, ignore_eos=True)
 
