@@ -29,6 +29,7 @@ from nanoserve.frontend.rules import in_words
 
 MAX_BYTES, MAX_PIXELS = 20 * 2 ** 20, 50 * 10 ** 6  # of an image that is decoded here
 MAX_SECONDS = 600  # of a sound
+HEAD = 44  # bytes of a WAV file's head, which some writers count in
 # Of a WAV file: (1, whole numbers; or 3, floats; how many bytes).
 SAMPLES = {(1, 1): "u1", (1, 2): "<i2", (1, 3): "<i4", (1, 4): "<i4", (3, 4): "<f4", (3, 8): "<f8"}
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others have decoders that few people watch
@@ -140,7 +141,8 @@ def read_sound(sound: object, rate: int) -> np.ndarray:
 
 def read_wav(file: Path | bytes) -> tuple[np.ndarray, int]:
     """(num_samples, num_channels) as they are stored, and their rate. A stream does not know its
-    length: it says 0, or more than any file has, and goes on to its end."""
+    length: it says 0, or more than any file has, and goes on to its end. A file that lacks more
+    than `HEAD` bytes was cut off."""
     file = file.read_bytes() if isinstance(file, Path) else file
     if file[:4] != b"RIFF" or file[8:12] != b"WAVE":
         raise ValueError("it does not begin as one")
@@ -157,7 +159,7 @@ def read_wav(file: Path | bytes) -> tuple[np.ndarray, int]:
         raise ValueError(f"it has {channels} channels of {bits} bits, code {code}: only whole "
                          "numbers (1) and floats (3) are read, no A-law (6) or mu-law (7)")
     count = min(size or len(file), len(file)) // block
-    if len(file) < size < 0x7FFF0000 or count > MAX_SECONDS * rate:
+    if len(file) + HEAD < size < 0x7FFF0000 or count > MAX_SECONDS * rate:
         raise ValueError(f"it has {count:,} of {size // block:,} samples, {rate:,} a second")
     whole = np.frombuffer(file, np.uint8, count * block)
     if width == 3:  # and a zero below make four

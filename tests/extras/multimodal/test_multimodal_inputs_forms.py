@@ -164,6 +164,7 @@ FILES = {
     "an odd chunk in front": dict(before=ODD), "chunks behind": dict(behind=ODD),
     "an odd length": dict(width=1, data=INTEGERS[1](WAVE), behind=b"\0" + ODD),
     "a stream cut within a sample": dict(size=UNKNOWN, behind=b"\1"),
+    "a file that lacks a sample": dict(size=14), "its head counted in": dict(size=12 + 44),
 }
 
 
@@ -180,8 +181,8 @@ def test_a_wav_file_of_any_coding_is_the_same_sound(name, tmp_path):
 @pytest.mark.parametrize(("file", "says"), [
     (wav(code=6, width=1, data=b"1"), "A-law"), (wav(code=7, width=1, data=b"1"), "code 7"),
     (wav(code=0x11, width=1, data=b"1"), "code 17"), (wav(data=b""), r"got \(0,\) numbers"),
-    (wav(size=14), "it has 6 of 7 samples"), (wav(rate=0), "6 of 6 samples, 0 a second"),
-    (wav(channels=0, data=b"12"), "0 channels"), (wav()[:44], "0 of 6"),
+    (wav(size=58), "it has 6 of 29 samples"), (wav(rate=0), "6 of 6 samples, 0 a second"),
+    (wav(channels=0, data=b"12"), "0 channels"), (wav()[:44], r"got \(0,\) numbers"),
     (wav()[:36], "0,"), (wav()[:20], "16 bytes"), (b"RIFX" + wav()[4:], "does not begin"),
     (b"", "does not begin"), (wav(3, rate=1000, data=bytes(1801 * 1000)), "600,333 samples"),
     (wav(4, 3, data=np.float32([0, np.nan]).tobytes()), "nan"),
