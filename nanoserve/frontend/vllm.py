@@ -50,11 +50,14 @@ class Row(NamedTuple):
         if value is None or not self.remedy:
             return True
         if self.nothing:  # True == 1, and means something else
-            return any(value == one and (value is True) == (one is True) for one in self.nothing)
+            said = value.lower() if isinstance(value, str) else value
+            return any(said == one and (value is True) == (one is True) for one in self.nothing)
         return isinstance(value, (bool, int, float, str, list, tuple, dict, set)) and not value
 
 
 BEST = "ask for n samples with logprobs=0, and keep those with the largest cumulative_logprob"
+THOUGHTS = ("max_tokens bounds a thought and its answer together, and a chat says in "
+            "chat_template_kwargs={'enable_thinking': False} that there is none")
 
 TABLE = (
     # The model and its files.
@@ -134,10 +137,10 @@ TABLE = (
     Row("SamplingParams", "mirostat top_a dry_multiplier xtc_probability dynatemp_range "
         "no_repeat_ngram_size watermark watermarking repetition_detection", "use top_p, min_p or "
         "one of the three penalties"),
-    Row("SamplingParams", "thinking_token_budget thinking_budget enable_thinking think thinking "
-        "reasoning reasoning_effort", "max_tokens bounds a thought and its answer together, and a "
-        "chat says in chat_template_kwargs={'enable_thinking': False} that there is none",
-        (-1, {}, "")),
+    Row("SamplingParams", "thinking_token_budget thinking_budget enable_thinking thinking",
+        THOUGHTS, (-1, {}, "")),
+    Row("SamplingParams", "think reasoning", THOUGHTS, (True, {"effort": None}, {}, "")),
+    Row("SamplingParams", "reasoning_effort", THOUGHTS, ("auto", "default", "")),
     Row("SamplingParams", "logprob_token_ids flat_logprobs", "ask for the logprobs of the likeliest"
         " tokens with logprobs, of all with -1"),
     Row("SamplingParams", "do_sample", "temperature=0 is greedy", (True,)),
@@ -206,7 +209,7 @@ TABLE = (
         ({}, "", {"type": "disabled"})),
     Row("body", "extra_body", "OpenAI's client sends what is in it: put that into the body itself"),
     Row("body", "truncation_side", "of a prompt that is cut the end stays", ("left",)),
-    Row("body", "truncation_direction", "use truncation_side", ("Right", "right")),
+    Row("body", "truncation_direction", "use truncation_side", ("right",)),
     Row("body", "documents", "write them into a message"),
     Row("body", "add_special_tokens", "send token ids", (True,)),
     Row("body", "max_tokens_per_doc max_chunks_per_doc", "cut texts with truncate_prompt_tokens"),

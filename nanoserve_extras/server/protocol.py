@@ -48,7 +48,9 @@ Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # of a prompt's tokens so many 
 Salt = Annotated[str, Field(min_length=1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
-Effort = Literal["", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Effort = Annotated[  # "auto" and "default" are the template's own, as none at all
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None, BeforeValidator(
+        lambda one: None if str(one).lower() in ("", "auto", "default") else one)]
 SWITCH = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 Switch = Annotated[bool | None, BeforeValidator(  # Anthropic's and DeepSeek's `thinking`
     lambda one: SWITCH.get(str(one.get("type")), one or None) if isinstance(one, dict) else
@@ -259,13 +261,13 @@ class Conversation(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: Effort = None
     thinking: Switch = None
 
     def template_options(self) -> dict[str, Any]:
         """What the chat template gets beside the messages. As in vLLM an effort asks for thoughts,
         because there are templates that begin none by themselves. Their switch has two names."""
-        effort, given = self.reasoning_effort or None, self.chat_template_kwargs or {}
+        effort, given = self.reasoning_effort, self.chat_template_kwargs or {}
         switch = given.get("enable_thinking", given.get("thinking", self.thinking))
         if switch is None and effort:
             switch = effort != "none"

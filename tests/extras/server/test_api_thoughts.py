@@ -102,6 +102,12 @@ REFUSED = [
     dict(reasoning_effort="off"), dict(thinking=dict(type="off"))]
 
 
+NOTHING = [
+    dict(think="", thinking={}, enable_thinking=None, reasoning={}, reasoning_effort=""),
+    dict(think=True, reasoning=dict(effort=None), reasoning_effort="auto"),
+    dict(reasoning_effort="Default", output_config=dict(effort="AUTO"))]
+
+
 def lengths(server, switch: dict) -> list[int]:
     """Of the prompt, for each way to send a chat; or the status of a refusal, which names it."""
     found = []
@@ -118,14 +124,14 @@ def lengths(server, switch: dict) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("switch", [{}, *TRANSLATED, *REFUSED], ids=str)
+@pytest.mark.parametrize("switch", [*NOTHING, *TRANSLATED, *REFUSED], ids=str)
 def test_a_switch_of_thoughts_is_translated_or_refused(server, switch):
     """Some were dropped in silence, and the model thought on. Oracle: the template itself."""
     thinks, not_thinking = (len(server.llm.tokenizer.apply_chat_template(
         CHAT, add_generation_prompt=True, return_dict=False, **more))
         for more in ({}, dict(enable_thinking=False)))
     assert not_thinking > thinks
-    nothing = dict(think="", thinking={}, enable_thinking=None, reasoning={}, reasoning_effort="")
-    first, *others = lengths(server, switch or nothing)
-    assert first == (400 if switch in REFUSED else not_thinking if switch else thinks)
-    assert set(others) <= ({not_thinking, 400} if switch else {thinks})
+    first, *others = lengths(server, switch)
+    asked = switch not in NOTHING
+    assert first == (400 if switch in REFUSED else not_thinking if asked else thinks)
+    assert set(others) <= ({not_thinking, 400} if asked else {thinks})

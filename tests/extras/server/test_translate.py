@@ -158,7 +158,8 @@ def test_an_effort_is_a_templates_variable_in_each_language(effort, thinks):
     body = MessagesBody(messages=TURNS, max_tokens=1, output_config=asked,
                         thinking=dict(type="disabled"))
     assert ChatBody(**body.chat()).template_options()["enable_thinking"] is False
-    for fields in (dict(messages=TOLD), ResponsesBody(input=ASKED).chat()):
+    for fields in (dict(messages=TOLD), ResponsesBody(input=ASKED).chat(),
+                   ResponsesBody(input=ASKED, reasoning=dict(effort="Auto")).chat()):
         options = ChatBody(**fields).template_options()
         assert not {"reasoning_effort", "enable_thinking"} & options.keys()
 
