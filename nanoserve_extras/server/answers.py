@@ -31,7 +31,7 @@ from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoserve.frontend.request import Request
 from nanoserve_extras.server.async_llm import EngineGenerateError
 from nanoserve_extras.server.protocol import ChatBody, CompletionBody
-from nanoserve_extras.server.tools import Reader
+from nanoserve_extras.server.tools import TurnReader
 
 MIN_LOGPROB = -9999.0  # vLLM's
 
@@ -248,7 +248,7 @@ class ChatAnswer(Answer):
 
     def __post_init__(self):
         super().__post_init__()
-        self.readers: list[Reader | None] = [None] * self.body.num_samples  # of each choice
+        self.readers: list[TurnReader | None] = [None] * self.body.num_samples  # of each choice
         self.written: list[list[int]] = [[] for _ in self.readers]
 
     def _take(self, output: RequestOutput) -> None:

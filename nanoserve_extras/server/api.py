@@ -58,7 +58,7 @@ from nanoserve_extras.server.protocol import (
     TranscriptionBody,
     as_prompts,
 )
-from nanoserve_extras.server.tool_grammar import Turns
+from nanoserve_extras.server.tool_grammar import ModelTurns
 from nanoserve_extras.server.tracer import Tracer
 from nanoserve_extras.server.translate import Language, ResponsesBody
 from nanoserve_extras.server.translate_messages import CountBody, MessagesBody
@@ -82,7 +82,7 @@ class Server:
         self.told: set[str] = set()  # fields that were logged
         self.started = int(time.time())
         self.tracer = Tracer(self.llm)
-        self.turns = Turns(self.llm, chat_template)
+        self.turns = ModelTurns(self.llm, chat_template)
 
     def check_model(self, name: str | None) -> None:
         names = [*self.names, *self.lora_requests]

@@ -4,7 +4,7 @@
     generate ─► tokenise, in a thread
              ─► posted: submit ───────► done between two steps
                                         step, step, step ...
-    `yield`  ◄── Reader, one output ◄── Reader.append(output): merged into what waits there
+    `yield`  ◄── Inbox, one output ◄── Inbox.append(output): merged into what waits there
     cancelled ► posted: abort  ───────► done between two steps
 
 A step may take long, above all a long prompt's on a CPU, so the event loop never waits for a step.
@@ -58,7 +58,7 @@ class EngineDeadError(EngineGenerateError):
 
 class AsyncLLM:
     """An `LLM` for asyncio. llm: its steps belong to this object from now on. pace: how many
-    outputs a second are handed to readers at most, see `Doorbell`.
+    outputs a second are handed on at most, see `Doorbell`.
 
         async with AsyncLLM(LLM(model)) as engine:
             async for output in engine.generate("Once upon a time", SamplingParams(seed=1)):
@@ -70,10 +70,10 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM, pace: float | None = None):
         self.llm = llm
-        # On a CPU the event loop and the readers take cores away from the steps.
+        # On a CPU the event loop and its tasks take cores away from the steps.
         self.pace = pace or (1000 if llm.config.device == "cpu" else 10_000)
         self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.readers: set[Reader] = set()  # seen by the thread of steps alone
+        self.inboxes: set[Inbox] = set()  # seen by the thread of steps alone
         self.num_failures = 0  # steps that failed since the last one that did not
         self.stopping = False
         self.dead: BaseException | None = None  # why the engine takes no more requests
@@ -131,16 +131,16 @@ class AsyncLLM:
     async def outputs(self, requests: list[Request]) -> AsyncIterator[RequestOutput]:
         """Run requests side by side and yield the outputs of all of them as they come. Those that
         are not finished when the generator ends are aborted."""
-        reader = Reader(self._doorbell())
-        self._post(partial(self._submit, reader, requests))
+        inbox = Inbox(self._doorbell())
+        self._post(partial(self._submit, inbox, requests))
         num_unfinished = len(requests)
         try:
             while num_unfinished:
-                output = await reader.take()
+                output = await inbox.take()
                 num_unfinished -= output.finished
                 yield output
         finally:  # no `await` here: the garbage collector may be who closes the generator
-            self.posted.put(partial(self._leave, reader))
+            self.posted.put(partial(self._leave, inbox))
 
     async def abort(self, request_id: str | list[str]) -> None:
         """End a request, or several. Their generators end with a last output, whose samples have
@@ -234,9 +234,9 @@ class AsyncLLM:
             self._fail_all(failed)
 
     def _fail_all(self, error: EngineGenerateError) -> None:
-        for reader in list(self.readers):
-            reader.fail(error)
-            self._do(partial(self._leave, reader))
+        for inbox in list(self.inboxes):
+            inbox.fail(error)
+            self._do(partial(self._leave, inbox))
 
     def _do(self, work: Callable[[], None]) -> None:
         """Work that fails (a tokenizer at the rest of an aborted text) stops nobody else."""
@@ -245,29 +245,29 @@ class AsyncLLM:
         except Exception:
             traceback.print_exc()
 
-    def _submit(self, reader: "Reader", requests: list[Request]) -> None:
+    def _submit(self, inbox: "Inbox", requests: list[Request]) -> None:
         if self.dead is not None:
-            reader.fail(self._death())
+            inbox.fail(self._death())
             return
-        self.readers.add(reader)
+        self.inboxes.add(inbox)
         try:
             for request in requests:
-                self.llm.submit(request, reader)
-                reader.requests[request.request_id] = request
+                self.llm.submit(request, inbox)
+                inbox.requests[request.request_id] = request
         except Exception as error:  # an id in use
-            reader.fail(error)
-            self._leave(reader)
+            inbox.fail(error)
+            self._leave(inbox)
 
-    def _leave(self, reader: "Reader") -> None:
-        """The reader is gone: abort what still runs."""
-        self.readers.discard(reader)
-        self.llm.abort(list(reader.requests.values()))
+    def _leave(self, inbox: "Inbox") -> None:
+        """Nobody takes from it any more: abort what still runs."""
+        self.inboxes.discard(inbox)
+        self.llm.abort(list(inbox.requests.values()))
 
     def _stop(self) -> None:
         self.stopping = True
 
     def _end(self, reason: BaseException) -> None:
-        """Hand the error to all readers, also to those who still stand in the queue."""
+        """Hand the error to all inboxes, also to those that still stand in the queue."""
         with self.lock:
             self.dead = reason
         self._fail_all(self._death())
@@ -294,22 +294,22 @@ class AsyncLLM:
 
 
 class Doorbell:
-    """Wakes an event loop once for all readers that a step has outputs for, and not too often.
+    """Wakes an event loop once for all inboxes that a step has outputs for, and not too often.
 
-    pace: how many readers may be woken in a second. To wake 64 readers for one token each takes the
+    pace: how many inboxes may be woken in a second. To wake 64 inboxes for one token each takes the
     loop as long as a small model's step. So after waking 64 it pauses for 64 / pace seconds, and
-    outputs that come meanwhile are merged. With one reader the pause is too short to notice.
+    outputs that come meanwhile are merged. With one inbox the pause is too short to notice.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pace: float):
         self.loop, self.pace = loop, pace
-        self.lock = Lock()  # of its readers, too
-        self.rung: list[Reader] = []
+        self.lock = Lock()  # of its inboxes, too
+        self.rung: list[Inbox] = []
         self.resting = False
 
-    def ring(self, reader: "Reader") -> None:
-        """Call it with the lock held, from any thread. A closed loop has no readers left."""
-        self.rung.append(reader)
+    def ring(self, inbox: "Inbox") -> None:
+        """Call it with the lock held, from any thread. A closed loop has no inboxes left."""
+        self.rung.append(inbox)
         if len(self.rung) == 1 and not self.resting:
             with suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(self._answer)
@@ -318,13 +318,13 @@ class Doorbell:
         with self.lock:
             rung, self.rung = self.rung, []
             self.resting = bool(rung)  # and then this is called again
-        for reader in rung:
-            reader.news.set()
+        for inbox in rung:
+            inbox.news.set()
         if rung:
             self.loop.call_later(len(rung) / self.pace, self._answer)
 
 
-class Reader:
+class Inbox:
     """What one generator has not read yet: at most one output for each of its requests. It is the
     inbox of them all, so the engine hands it their outputs."""
 

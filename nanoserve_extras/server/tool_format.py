@@ -10,8 +10,8 @@ around its name, its keys and its values is the format (as llama.cpp does it):
 The arguments are one JSON object, or each stands between markers: texts as they are, other values
 as JSON. What a template writes around a thought (`reasoning_content`) is found in the same way.
 
-**Proof.** At start five calls are rendered, read back and compared (`Probe.prove`). If one comes
-back changed, tools are refused, and the reason is said.
+**Proof.** At start five calls are rendered, read back and compared (`TemplateProbe.prove`). If one
+comes back changed, tools are refused, and the reason is said.
 
 Not known here: HTTP, streams. Road not taken: a parser for each model's format, of which vLLM and
 SGLang have some thirty.
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from os.path import commonprefix
 
-from nanoserve_extras.server.tools import ID, JSON, NAME, Format, loose
+from nanoserve_extras.server.tools import ID, JSON, NAME, TurnFormat, loose
 
 # Of the made-up conversation. No template writes these words by itself.
 OTHER, KEY, MORE = "zq_other", "zq_key", "zq_more"
@@ -39,10 +39,10 @@ PROOF = [{"text": "zq"}, {"text": "it's \"so\", (he) {said}", "count": -7}, {},
          {"nested": {"list": [1, 2.5, "ü \"x\"", None, True, {}], "empty": {}}, "more": "5"}]
 
 
-def derive(render: Callable[..., str], end_texts: list[str]) -> Format:
+def derive(render: Callable[..., str], end_texts: list[str]) -> TurnFormat:
     """The format of a template, proved. render: a conversation, and the template's options, to
-    text. end_texts: of the tokens that end a turn. `Format.why` says why there are no calls."""
-    probe = Probe(render, end_texts)
+    text. end_texts: of the tokens that end a turn. `TurnFormat.why` says why there are no calls."""
+    probe = TemplateProbe(render, end_texts)
     found = probe.thoughts()
     try:
         probe.calls(found)
@@ -58,7 +58,7 @@ def derive(render: Callable[..., str], end_texts: list[str]) -> Format:
     return found
 
 
-class Probe:
+class TemplateProbe:
     """Renders made-up turns, and looks at what the template puts around their parts."""
 
     def __init__(self, render: Callable[..., str], end_texts: list[str]):
@@ -92,9 +92,9 @@ class Probe:
                 return text[found.end():]
         return text
 
-    def thoughts(self) -> Format:
+    def thoughts(self) -> TurnFormat:
         """The markers of thoughts and answers."""
-        found = Format(self.header)
+        found = TurnFormat(self.header)
         said = self._behind_prompt(self.turn({"content": SAID}))
         found.say, _, self.end = said.partition(SAID)
         found.end = self._cut(self.end, self.end_texts).strip()
@@ -113,7 +113,7 @@ class Probe:
         found.say = found.say.strip()
         return found
 
-    def calls(self, found: Format) -> None:
+    def calls(self, found: TurnFormat) -> None:
         """The literals of calls. Raises `ValueError`."""
         one = self.turn(_turn({KEY: ONE}))
         before, name, rest = one.partition(NAME)
@@ -138,7 +138,7 @@ class Probe:
         between, name, _ = behind(two.partition(NAME)[2]).partition(OTHER)
         found.between = between if name else ""
 
-    def _parameters(self, found: Format) -> None:
+    def _parameters(self, found: TurnFormat) -> None:
         """Keys and values between markers."""
         none, one, two, value, values = (
             self.turn(_turn(arguments)).partition(NAME)[2] for arguments in (
@@ -157,7 +157,7 @@ class Probe:
         found.is_sorted = two.find(KEY) < two.find(MORE)
         found.is_marked = _find_object(self.turn(_turn({KEY: {MORE: ONE}})), {MORE: ONE})[0] < 0
 
-    def prove(self, found: Format) -> None:
+    def prove(self, found: TurnFormat) -> None:
         """Render five calls, and two at once, and read them back; JSON may hold what looks like the
         call's end. Raises `ValueError`."""
         more = [[PROOF[1], PROOF[4]]] if found.between else []

@@ -36,7 +36,15 @@ from nanoserve.llm import LLM
 from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import ChatBody
 from nanoserve_extras.server.tool_format import derive
-from nanoserve_extras.server.tools import ID, ID_PART, NAME, Format, Reader, kinds_of, resolve
+from nanoserve_extras.server.tools import (
+    ID,
+    ID_PART,
+    NAME,
+    TurnFormat,
+    TurnReader,
+    kinds_of,
+    resolve,
+)
 
 TEXT = "/(?s:.*)/"
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
@@ -46,14 +54,14 @@ MAX_VALUES = 2_000
 CPU_SECONDS, WALL_SECONDS, ROOM, MOST_TEXT = 5, 60, 2 ** 29, 2 ** 20
 
 
-class Turns:
+class ModelTurns:
     """What a server knows of its model's turns. chat_template: replaces the tokenizer's own."""
 
     def __init__(self, llm: LLM, chat_template: str | None = None):
         tokenizer = llm.tokenizer
         options = {} if chat_template is None else {"chat_template": chat_template}
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
-            self.form = Format("", why="tools need a chat template, and the tokenizer has none")
+            self.form = TurnFormat("", why="tools need a chat template, and the tokenizer has none")
             return
         ends = [tokenizer.decode([token_id]) for token_id in {
             *llm.model_config.eos_token_ids, tokenizer.eos_token_id} - {None}
@@ -64,7 +72,7 @@ class Turns:
         self.special = {one.content: token_id for token_id, one in added.items()
                         if one.special or re.fullmatch("<.+>", one.content)}  # as llguidance does
 
-    def reader(self, body: ChatBody, prompt: str | None) -> Reader | None:
+    def reader(self, body: ChatBody, prompt: str | None) -> TurnReader | None:
         """None: the whole text is the answer, without calls and thoughts."""
         schemas = body.schemas()
         is_free = not {"regex", "choice", "grammar"} & (body.structured_outputs or {}).keys()
@@ -109,7 +117,7 @@ class Turns:
         return json.loads(schema) if isinstance(schema, str) else schema
 
 
-def apart(tokenizer: Tokenizer, work: Callable[[], Format]) -> Format:
+def apart(tokenizer: Tokenizer, work: Callable[[], TurnFormat]) -> TurnFormat:
     """What `work` returns, in a process of its own: a chat template is a program that came with a
     model, and may never end, or take all memory. Raises `ValueError` beyond the bounds."""
     context = get_context("fork")  # nothing is imported, or sent there
@@ -129,7 +137,7 @@ def apart(tokenizer: Tokenizer, work: Callable[[], Format]) -> Format:
                      f"{MOST_TEXT:,} characters for a few words: choose another (--chat-template)")
 
 
-def _work_apart(tokenizer: Tokenizer, work: Callable[[], Format], answer: Connection) -> None:
+def _work_apart(tokenizer: Tokenizer, work: Callable[[], TurnFormat], answer: Connection) -> None:
     def render(*args, **options) -> str:
         try:
             text = template(*args, **options)
@@ -148,12 +156,12 @@ def _work_apart(tokenizer: Tokenizer, work: Callable[[], Format], answer: Connec
 class ToolGrammar:
     """schemas: of each tool's arguments, by name; special: ids of special tokens, by text."""
 
-    def __init__(self, form: Format, schemas: dict[str, Any], special: dict[str, int]):
+    def __init__(self, form: TurnFormat, schemas: dict[str, Any], special: dict[str, int]):
         self.form, self.schemas, self.special = form, schemas, special
         self.rules: dict[str, str] = {}  # name by body
         self.num_values, self.is_lenient = 0, False  # whether unknown keywords are passed over
 
-    def text(self, start: Reader, required: bool, one: bool, answer: dict | None) -> str:
+    def text(self, start: TurnReader, required: bool, one: bool, answer: dict | None) -> str:
         """The grammar of a turn. start: where the prompt has left it; one: at most one call;
         answer: a JSON schema for what is no call. Raises `ValueError`."""
         form, literal, self.is_lenient = self.form, self.literal, not required

@@ -3,9 +3,9 @@
     <tool_call>\\n{"name": "weather", "arguments": {"a": "b"}}\\n</tool_call>
     └──────── open ────────┘└name─┘└─── after ────┘└─ args ─┘└─── close ────┘
 
-A `Format` says what stands around the parts of a turn; tool_format.py derives it. A `Reader`
-follows one text as it comes. Text that may be the beginning of a marker is held back, as with stop
-strings, so a call is never shown as content; a call is told when it is whole.
+A `TurnFormat` says what stands around the parts of a turn; tool_format.py derives it. A
+`TurnReader` follows one text as it comes. Text that may be the beginning of a marker is held back,
+as with stop strings, so a call is never shown as content; a call is told when it is whole.
 
 Not known here: HTTP, the template, and the grammars that keep a model to the format
 (tool_grammar.py).
@@ -52,7 +52,7 @@ class Piece:
 
 
 @dataclass
-class Format:
+class TurnFormat:
     """What stands around the parts of an assistant's turn. "": nothing does.
 
     header: in front of every turn. A name that is written twice stands in `after` as `NAME`, and a
@@ -79,8 +79,8 @@ class Format:
     is_raw: bool = True  # between markers a text stands as it is; else it is a literal of Python's
     why: str = ""  # the reason, if there are no calls
 
-    def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False) -> "Reader":
-        return Reader(self, schemas, prompt, one)
+    def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False) -> "TurnReader":
+        return TurnReader(self, schemas, prompt, one)
 
     @property
     def trigger(self) -> str:
@@ -103,14 +103,14 @@ JSON = json.JSONDecoder(parse_constant=_no_number)
 # ----------------------------------------------------------------- read a text
 
 
-class Reader:
+class TurnReader:
     """Follows one text: `feed` it as it comes.
 
     schemas: of each tool's arguments, by name. prompt: what stands in front of the text. one: calls
     behind the first are passed over.
     """
 
-    def __init__(self, form: Format, schemas: dict[str, Any], prompt: str, one: bool = False):
+    def __init__(self, form: TurnFormat, schemas: dict[str, Any], prompt: str, one: bool = False):
         self.form, self.schemas, self.one = form, schemas if form.open else {}, one
         self.may_think = bool(form.thought)
         self.state = "thinks" if self.may_think and not form.think else "says"

@@ -75,7 +75,7 @@ class StandIn(ModuleType):
         raise ImportError(f"nanoserve has no {self.__name__}.{name}: {hint}")
 
 
-class Finder:
+class StandInFinder:
     """Finds and makes the stand-ins."""
 
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: python -m nanoserve_extras.tools.as_vllm SCRIPT [ARGUMENT ...], where "
               "SCRIPT is a Python file", file=sys.stderr)
         return 2
-    finder, before = Finder(), (sys.argv, sys.path[:])
+    finder, before = StandInFinder(), (sys.argv, sys.path[:])
     sys.meta_path.insert(0, finder)
     sys.argv, sys.path[:0] = argv, [str(Path(argv[0]).resolve().parent)]
     try:

@@ -39,7 +39,7 @@ from nanoserve_extras.quantization.int4_linear import GROUP, round_groups
 from nanoserve_extras.quantization.quantization import small_kinds
 from nanoserve_extras.quantization.quantized_linear import Rows
 
-Row = tuple[str, str, str]  # what, what came out, a remark
+Finding = tuple[str, str, str]  # what, what came out, a remark
 GB, MB = 2 ** 30, 2 ** 20
 FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd",
             "bf16", "sve"}  # those that matrices are multiplied with
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(verdict == "WRONG" for *_, verdict in rows))
 
 
-def machine(config: EngineConfig) -> list[Row]:
+def machine(config: EngineConfig) -> list[Finding]:
     """What is there, and what should be. Rows of a table: name, value, remark."""
     cuda, include = torch.version.cuda, Path(sysconfig.get_path("include"), "Python.h")
     wsl = " (WSL)" if "microsoft" in platform.release().lower() else ""
@@ -127,7 +127,7 @@ def printed(command: list[str], seconds: float = 20, **environment: str) -> str:
     return (done.stdout if done.returncode == 0 else done.stderr[-300:]).strip()
 
 
-def functions(twin, shapes: trial.Shapes, device: torch.device) -> list[Row]:
+def functions(twin, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
     """The model's own kinds, then those that other models have."""
     found: dict[str, tuple[float, str]] = {}
     for one in (shapes, shapes._replace(is_small=True, windows=(None, 100), num_experts=8,
@@ -137,12 +137,12 @@ def functions(twin, shapes: trial.Shapes, device: torch.device) -> list[Row]:
     return verdicts(found)
 
 
-def verdicts(found: dict[str, tuple[float, str]]) -> list[Row]:
+def verdicts(found: dict[str, tuple[float, str]]) -> list[Finding]:
     return [(name, error or f"relative error {apart:.1e}", "WRONG" if error else "")
             for name, (apart, error) in found.items()]
 
 
-def small(kinds: tuple[type, type], shapes: trial.Shapes, device: torch.device) -> list[Row]:
+def small(kinds: tuple[type, type], shapes: trial.Shapes, device: torch.device) -> list[Finding]:
     """Products with weights of 8 and of 4 bits, beside the same weights widened."""
     size, found = (136, 256), {}
     weight, x = (trial.numbers(shapes, device, rows, 256) for rows in (136, 9))
@@ -162,7 +162,7 @@ def small(kinds: tuple[type, type], shapes: trial.Shapes, device: torch.device) 
     return verdicts(found)
 
 
-def times(twin, shapes: trial.Shapes, device: torch.device) -> list[Row]:
+def times(twin, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
     """One row's product, which reads its weight, beside a copy, which reads and writes; and the
     flops of many rows'."""
     size = GB if device.type == "cuda" else 256 * MB
@@ -193,7 +193,7 @@ def seconds(call: Callable, device: torch.device) -> float:
     return best
 
 
-def pairs(count: int) -> list[Row]:
+def pairs(count: int) -> list[Finding]:
     """One start for each two of so many GPUs, by the names that this process knows them by."""
     rows, names = [], os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = names if len(names) >= count else [str(number) for number in range(count)]

@@ -138,7 +138,7 @@ class Text:
 
 
 @dataclass
-class Row:
+class Outcome:
     """What came out of one mode: a line, and one for the first of each kind of difference."""
 
     name: str
@@ -218,12 +218,12 @@ def write_reference(model, prompt: list[int], eos_token_ids: tuple[int, ...], ma
     return text
 
 
-def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **options) -> Row:
+def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **options) -> Outcome:
     """One engine, one row. An error while it runs is a difference; one at its start (`ValueError`:
     the options don't fit the model) is the caller's."""
     options = dict(block_size=16, dtype="float32") | options | mode.options
     ranks = options["tensor_parallel_size"]
-    row = Row(mode.name + (f", {ranks} ranks" if ranks > 1 else ""))
+    row = Outcome(mode.name + (f", {ranks} ranks" if ranks > 1 else ""))
     needs = [len(text.prompt) + max_tokens for text in texts]
     blocks = [-(-need // options["block_size"]) for need in needs]
     greedy = dict(temperature=0) if mode.n == 1 else dict(temperature=1.0, top_k=1, n=mode.n)
@@ -263,7 +263,7 @@ class Loser(Extra):
             raise Lost
 
 
-def run_texts(llm: LLM, row: Row, texts: list[Text], params: SamplingParams) -> None:
+def run_texts(llm: LLM, row: Outcome, texts: list[Text], params: SamplingParams) -> None:
     """Run all prompts and count. By hand rather than with `generate`, because a sequence remembers
     what has happened to it."""
     for i, text in enumerate(texts):
@@ -285,7 +285,7 @@ def run_texts(llm: LLM, row: Row, texts: list[Text], params: SamplingParams) -> 
                 (row.near_ties if near_tie else row.differ).append(f"prompt {i}, {difference}")
 
 
-def verify(args: argparse.Namespace) -> Iterator[Row]:
+def verify(args: argparse.Namespace) -> Iterator[Outcome]:
     """Yields each row when its mode has run. Raises `ValueError` for what can't be run."""
     ranks, max_tokens = args.tensor_parallel_size, args.max_tokens
     engine = EngineArgs(model=args.model, kernels=args.kernels, tensor_parallel_size=ranks,
@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         code = 2
     wrong, near = sum(bool(row.differ) for row in rows), sum(len(row.near_ties) for row in rows)
     if rows:
-        print(Row.HEADER, *rows, "", sep="\n")
+        print(Outcome.HEADER, *rows, "", sep="\n")
         print(f"{args.model}: {wrong or 'none'} of {len(rows)} modes differ from transformers; "
               f"near-ties: {near}")
         if any(row.name.endswith(NEVER) for row in rows):

@@ -78,7 +78,7 @@ class Serving:
             while await self.engine.between_steps(self.llm.has_unfinished_requests):
                 await asyncio.sleep(0.001)
         asyncio.run(asyncio.wait_for(rest(), 30))
-        assert not self.engine.readers and not self.llm.requests
+        assert not self.engine.inboxes and not self.llm.requests
         blocks = self.llm.scheduler.blocks
         assert blocks.num_free_blocks == blocks.num_blocks
         self.llm.scheduler.check()

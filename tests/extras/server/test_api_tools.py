@@ -152,12 +152,12 @@ def told(body: ChatBody, template: str, words: list[str], ended: str = "stop",
     """What a client gets of a model that writes these words."""
     from test_tools import FORMATS
 
-    from nanoserve_extras.server.tools import Reader
+    from nanoserve_extras.server.tools import TurnReader
     request = SimpleNamespace(
         request_id="0", prompt_token_ids=[1], prompt="",
         tokenizer=SimpleNamespace(decode=lambda ids: "".join(words[i] for i in ids)))
     answer = ChatAnswer(body, [request], "model", "id")
-    answer.readers = [Reader(FORMATS[template], body.schemas(), "", body.parallel_tool_calls is
+    answer.readers = [TurnReader(FORMATS[template], body.schemas(), "", body.parallel_tool_calls is
                              False) for _ in range(body.num_samples)]
 
     async def outputs():
@@ -258,8 +258,8 @@ def test_of_calls_that_nobody_wants_the_first_stays():
 def test_what_a_thinking_model_is_kept_to(server):
     """JSON comes behind the thought; what is no JSON begins at once, and is all answer."""
     from nanoserve import SamplingParams
-    from nanoserve_extras.server.tool_grammar import Turns
-    turns, header = Turns(server.llm, TEMPLATES["Qwen3.5"]), "<|im_start|>assistant\n<think>\n"
+    from nanoserve_extras.server.tool_grammar import ModelTurns
+    turns, header = ModelTurns(server.llm, TEMPLATES["Qwen3.5"]), "<|im_start|>assistant\n<think>\n"
     for form, thinks in ((dict(json_object=True), True), (dict(json='{"type": "object"}'), True),
                          (dict(regex="a+"), False), (dict(choice=["a"]), False)):
         body = ChatBody(messages=CHAT, structured_outputs=form)
@@ -287,10 +287,10 @@ def test_without_the_library_auto_is_read_and_required_is_refused(server, monkey
 
 
 def test_a_template_without_calls_has_its_tools_refused(server):
-    from nanoserve_extras.server.tool_grammar import Turns
-    turns = Turns(server.llm, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    from nanoserve_extras.server.tool_grammar import ModelTurns
+    turns = ModelTurns(server.llm, "{% for m in messages %}{{ m.content }}{% endfor %}")
     assert "does not write them" in turns.form.why
-    assert Turns(server.llm, TEMPLATES["Qwen3"]).form.why == ""
+    assert ModelTurns(server.llm, TEMPLATES["Qwen3"]).form.why == ""
 
 
 MANY = "{%% for i in range(99999) %%}{%% for j in range(99999) %%}%s{%% endfor %%}{%% endfor %%}"
@@ -305,35 +305,36 @@ def test_a_template_without_end_is_refused_and_the_server_goes_on(server, monkey
     monkeypatch.setattr(tool_grammar, "CPU_SECONDS", 1)
     before = server.llm.tokenizer.apply_chat_template
     with pytest.raises(ValueError, match="chat template takes more than .*--chat-template"):
-        tool_grammar.Turns(server.llm, template + TEMPLATES["Qwen3"])
+        tool_grammar.ModelTurns(server.llm, template + TEMPLATES["Qwen3"])
     assert server.llm.tokenizer.apply_chat_template == before
     assert server.ask(PATH, BODY | dict(max_tokens=3))[0] == 200
 
 
 def test_offline_tools_are_shown_to_the_template_and_calls_are_read(server):
     from nanoserve import SamplingParams
-    from nanoserve_extras.server.tool_grammar import Turns
+    from nanoserve_extras.server.tool_grammar import ModelTurns
     llm, text = server.llm, '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
     params = SamplingParams(max_tokens=60, structured_outputs=dict(choice=[text]))
     [output] = llm.chat(CHAT, params, use_tqdm=False, tools=TOOLS)
     assert output.prompt == llm.tokenizer.apply_chat_template(
         CHAT, tools=TOOLS, tokenize=False, add_generation_prompt=True)
     [sample] = output.outputs
-    piece = Turns(llm).form.reader(SCHEMAS, output.prompt).feed(sample.text, sample.finish_reason)
+    reader = ModelTurns(llm).form.reader(SCHEMAS, output.prompt)
+    piece = reader.feed(sample.text, sample.finish_reason)
     assert [call.name for call in piece.calls] == ["stop"] and piece.said == ""
 
 
 def test_calls_survive_overlap_drafts_and_preemption():
     """The same seed gives the same call, whatever runs beside it."""
     from nanoserve import LLM, SamplingParams
-    from nanoserve_extras.server.tool_grammar import Turns
+    from nanoserve_extras.server.tool_grammar import ModelTurns
     body = ChatBody(**BODY | dict(tool_choice="required", parallel_tool_calls=False))
     told = []
     for options in ({}, dict(async_scheduling=True), dict(num_gpu_blocks_override=30),
                     dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))):
         with LLM(dtype="float32", max_num_seqs=4, **dict(num_gpu_blocks_override=200) | options
                  ) as llm:
-            turns = Turns(llm)
+            turns = ModelTurns(llm)
             prompt = llm.inputs.render_chat(CHAT, **body.template_options())
             params = [turns.params(body, SamplingParams(max_tokens=110, seed=i, temperature=0),
                                    prompt["prompt"]) for i in range(4)]

@@ -47,7 +47,7 @@ def engine(shared):
 def wait_for_rest(engine: AsyncLLM) -> None:
     """Orders are carried out by another thread: when all are, the engine must be idle."""
     asyncio.run(asyncio.wait_for(_between_steps(engine), 20))
-    assert not engine.readers
+    assert not engine.inboxes
     assert_idle(engine.llm)
 
 

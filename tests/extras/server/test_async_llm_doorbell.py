@@ -1,4 +1,4 @@
-"""How an event loop is told of news: once for all readers, and no more often than it has time for.
+"""How an event loop is told of news: once for all inboxes, and no more often than it has time for.
 
 The loop is a stub that notes what it is asked for, so no time is measured.
 """
@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from nanoserve_extras.server.async_llm import Doorbell, Reader
+from nanoserve_extras.server.async_llm import Doorbell, Inbox
 
 
 class Loop:
@@ -40,32 +40,32 @@ def bell() -> Doorbell:
     return Doorbell(Loop(), pace=100)
 
 
-def readers(bell: Doorbell, count: int) -> list[Reader]:
+def inboxes(bell: Doorbell, count: int) -> list[Inbox]:
     async def make():  # an asyncio.Event wants a loop in older Pythons
-        return [Reader(bell) for _ in range(count)]
+        return [Inbox(bell) for _ in range(count)]
     return asyncio.run(make())
 
 
 def test_a_loop_is_woken_once_for_all_readers_of_a_step(bell):
-    some = readers(bell, 20)
-    for reader in some:
-        bell.ring(reader)
+    some = inboxes(bell, 20)
+    for inbox in some:
+        bell.ring(inbox)
     assert len(bell.loop.soon) == 1
     bell.loop.run()
-    assert all(reader.news.is_set() for reader in some)
+    assert all(inbox.news.is_set() for inbox in some)
 
 
 def test_it_rests_as_long_as_its_pace_says_and_then_looks_again(bell):
-    some = readers(bell, 20)
-    for reader in some:
-        bell.ring(reader)
+    some = inboxes(bell, 20)
+    for inbox in some:
+        bell.ring(inbox)
     bell.loop.run()
-    for reader in some:
-        reader.news.clear()
-        bell.ring(reader)
+    for inbox in some:
+        inbox.news.clear()
+        bell.ring(inbox)
     assert not bell.loop.soon and not some[0].news.is_set()
-    assert bell.loop.wake_from_rest() == 0.2  # 20 readers at 100 a second
-    assert all(reader.news.is_set() for reader in some)
+    assert bell.loop.wake_from_rest() == 0.2  # 20 inboxes at 100 a second
+    assert all(inbox.news.is_set() for inbox in some)
     assert bell.loop.wake_from_rest() == 0.2 and not bell.loop.later  # nobody came: it is at rest
     bell.ring(some[0])
     assert len(bell.loop.soon) == 1
@@ -73,4 +73,4 @@ def test_it_rests_as_long_as_its_pace_says_and_then_looks_again(bell):
 
 def test_a_closed_loop_is_no_error(bell):
     bell.loop.closed = True
-    bell.ring(readers(bell, 1)[0])
+    bell.ring(inboxes(bell, 1)[0])

@@ -16,7 +16,7 @@ from test_tools import FORMATS, calls_of, every_format, read, tool, written
 
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve_extras.server.tool_grammar import ToolGrammar
-from nanoserve_extras.server.tools import Piece, Reader
+from nanoserve_extras.server.tools import Piece, TurnReader
 from nanoserve_extras.structured.structured import Grammars, StructuredOutputsParams
 
 pytest.importorskip("llguidance")
@@ -57,7 +57,7 @@ def grammars(tokenizer) -> Grammars:
 
 def matcher(grammars, special, name: str, prompt: str = "", required=False, one=False, answer=None,
             schemas: dict | None = None):
-    start = Reader(FORMATS[name], SCHEMAS if schemas is None else schemas, prompt)
+    start = TurnReader(FORMATS[name], SCHEMAS if schemas is None else schemas, prompt)
     text = ToolGrammar(FORMATS[name], start.schemas, special).text(start, required, one, answer)
     return grammars.compile(StructuredOutputsParams(grammar=text),
                             frozenset([0])).compiled.deep_copy()
@@ -73,7 +73,7 @@ def test_what_the_template_writes_is_let_through(name, grammars, special, tokeni
     calls = calls if FORMATS[name].between else calls[:1]
     prompt, text = written(name, [tool(*one) for one in SCHEMAS.items()],
                            tool_calls=calls_of(*calls))
-    if Reader(FORMATS[name], {}, prompt).state == "thinks":
+    if TurnReader(FORMATS[name], {}, prompt).state == "thinks":
         text = "Hm." + text
     ids = tokenizer.encode(text, add_special_tokens=False)
     for options in (dict(required=True), dict(), dict(answer=ANSWER)):
@@ -106,7 +106,7 @@ def test_whatever_the_grammar_lets_through_is_a_valid_call(name, grammars, speci
     compiled = matcher(grammars, special, name, header, required=True)
     for _ in range(9):
         text = random_text(compiled.deep_copy(), tokenizer, rng)
-        piece = read(Reader(form, SCHEMAS, header), text, [3, 20])
+        piece = read(TurnReader(form, SCHEMAS, header), text, [3, 20])
         assert (piece.calls and not piece.said) or not text, text
         for call in piece.calls:
             validate(json.loads(call.arguments), SCHEMAS[call.name])
@@ -123,7 +123,7 @@ def test_behind_the_trigger_no_name_is_invented(name, grammars, special, tokeniz
     text = thought + said + (form.gap if form.say else "") + form.open
     rng = random.Random(3)
     for _ in range(3):
-        piece = read(Reader(form, SCHEMAS, form.header), random_text(
+        piece = read(TurnReader(form, SCHEMAS, form.header), random_text(
             one.deep_copy(), tokenizer, rng, text))
         assert [call.name in SCHEMAS for call in piece.calls] == [True] or not piece.calls
     assert not one.deep_copy().try_consume_tokens(tokenizer.encode(
@@ -140,7 +140,7 @@ def test_an_answer_has_its_form_behind_the_thought(name, with_tools, grammars, s
     one = matcher(grammars, special, name, form.header, answer=ANSWER, schemas=schemas)
     for _ in range(4):
         text = random_text(one.deep_copy(), tokenizer, rng)
-        piece = read(Reader(form, schemas, form.header), text)
+        piece = read(TurnReader(form, schemas, form.header), text)
         if text and not piece.calls:
             assert piece.said, text
             validate(json.loads(piece.said), ANSWER)
@@ -148,7 +148,7 @@ def test_an_answer_has_its_form_behind_the_thought(name, with_tools, grammars, s
     ids = tokenizer.encode(text + '{"yes": true}', add_special_tokens=False)
     assert one.try_consume_tokens(ids) == len(ids) and one.is_accepting()
     thought = "Hm." if form.thought and not form.think else ""
-    assert read(Reader(form, schemas, form.header), tokenizer.decode(ids)) == Piece(
+    assert read(TurnReader(form, schemas, form.header), tokenizer.decode(ids)) == Piece(
         thought, '{"yes": true}', [])
 
 
@@ -169,6 +169,6 @@ def test_a_schema_that_grows_without_end_meets_a_bound():
     defs = {f"d{i}": dict(type="object", properties=dict.fromkeys(
         "ab", {"$ref": f"#/$defs/d{i + 1}"})) for i in range(40)}
     schema = {"$ref": "#/$defs/d0", "$defs": defs, "properties": dict(x={"$ref": "#/$defs/d0"})}
-    reader = Reader(FORMATS["Gemma 4"], dict(f=schema), "")
+    reader = TurnReader(FORMATS["Gemma 4"], dict(f=schema), "")
     with pytest.raises(ValueError, match="shorten|deep"):
         ToolGrammar(FORMATS["Gemma 4"], dict(f=schema), {}).text(reader, True, False, None)

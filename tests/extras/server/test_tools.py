@@ -16,7 +16,7 @@ from nanoserve import SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.messages import render_messages
 from nanoserve_extras.server.tool_format import derive
-from nanoserve_extras.server.tools import Call, Piece, Reader
+from nanoserve_extras.server.tools import Call, Piece, TurnReader
 
 ASKED = [{"role": "user", "content": "What now?"}]
 TYPES = {"string": st.text(max_size=12) | st.sampled_from(
@@ -63,7 +63,7 @@ def calls_of(*calls: tuple[str, dict]) -> list[dict]:
         name=name, arguments=arguments)} for i, (name, arguments) in enumerate(calls)]
 
 
-def read(reader: Reader, text: str, cuts: list[int] = (), ended: str = "stop") -> Piece:
+def read(reader: TurnReader, text: str, cuts: list[int] = (), ended: str = "stop") -> Piece:
     """The text in pieces, joined again."""
     whole, ends = Piece(), [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
@@ -125,7 +125,7 @@ def test_calls_come_back_as_the_template_wrote_them(name, data):
     prompt, text = written(name, [tool(*one) for one in schemas.items()],
                            tool_calls=calls_of(*calls))
     cuts = data.draw(st.lists(st.integers(0, 500), max_size=9))
-    piece = read(Reader(FORMATS[name], schemas, prompt), text, cuts)
+    piece = read(TurnReader(FORMATS[name], schemas, prompt), text, cuts)
     assert [(call.name, json.loads(call.arguments)) for call in piece.calls] == calls
     assert piece.said.strip() == ""
 
@@ -138,7 +138,7 @@ def test_calls_come_back_as_the_template_wrote_them(name, data):
 def test_thoughts_and_answers_come_back(name, text, thought, cuts, with_tools):
     form = FORMATS[name]
     prompt, whole = written(name, content=text, reasoning_content=thought)
-    piece = read(Reader(form, {"get": {}} if with_tools else {}, prompt), whole, cuts)
+    piece = read(TurnReader(form, {"get": {}} if with_tools else {}, prompt), whole, cuts)
     assert piece == Piece(thought if form.thought else "", text, [])
 
 
@@ -163,7 +163,7 @@ def test_a_broken_text_is_read_alike_whole_and_character_by_character(name, data
 
 
 def test_a_call_is_never_shown_and_text_around_it_is():
-    reader = Reader(FORMATS["Qwen2.5"], {"add": {}}, "")
+    reader = TurnReader(FORMATS["Qwen2.5"], {"add": {}}, "")
     told = [reader.feed(character) for character in
             'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"x": "</tool_call>"}}\n'
             '</tool_call>\n<tool_call> {"name":"add","arguments":{}} </tool_call>\nDone < 5']
@@ -177,28 +177,29 @@ def test_what_turns_out_to_be_no_call_is_an_answer():
     for text in ("<tool_call>\nnot at all", '<tool_call>\n{"name": "unknown", "arguments": {}}\n'
                  "</tool_call>", "a <tool_ca", '<tool_call>\n{"name": "add", "arguments": [5]}\n'
                  '</tool_call>', '<tool_call>\n{"name": "add", "arguments": {"x": NaN}}\n'):
-        assert read(Reader(FORMATS["Qwen2.5"], {"add": {}}, ""), text, [3, 9]) == Piece("", text)
+        reader = TurnReader(FORMATS["Qwen2.5"], {"add": {}}, "")
+        assert read(reader, text, [3, 9]) == Piece("", text)
 
 
 def test_a_call_that_is_cut_shows_its_arguments_as_far_as_they_came():
     begun = '<tool_call>\n{"name": "add", "arguments": {"x": "ab'
     form, xml = FORMATS["Qwen2.5"], FORMATS["Qwen3.5"]
-    assert read(Reader(form, {"add": {}}, ""), begun, [5], "length") == Piece(
+    assert read(TurnReader(form, {"add": {}}, ""), begun, [5], "length") == Piece(
         calls=[Call("add", '{"x": "ab')])
-    assert read(Reader(form, {"add": {}}, ""), begun[:25], [5], "length") == Piece()
-    assert read(Reader(form, {"add": {}}, ""), begun + '"}}\n</to', [5], "length") == Piece(
+    assert read(TurnReader(form, {"add": {}}, ""), begun[:25], [5], "length") == Piece()
+    assert read(TurnReader(form, {"add": {}}, ""), begun + '"}}\n</to', [5], "length") == Piece(
         calls=[Call("add", '{"x": "ab"}')])
     schema = dict(properties=dict(x=dict(type="integer"), y=dict(type="string")))
     text = ("</think>\n\n<tool_call>\n<function=add>\n<parameter=x>\n5\n</parameter>\n<parameter=y>"
             "\nab")
-    assert read(Reader(xml, {"add": schema}, ""), text, [5], "length") == Piece(
+    assert read(TurnReader(xml, {"add": schema}, ""), text, [5], "length") == Piece(
         calls=[Call("add", '{"x": 5')])
 
 
 def test_a_turn_ends_by_a_token_that_the_text_does_not_show():
     text = ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.add"
             '<|channel|>commentary json<|message|>{"x": 1}')
-    assert read(Reader(FORMATS["gpt-oss"], {"add": {}}, ""), text, [40]) == Piece(
+    assert read(TurnReader(FORMATS["gpt-oss"], {"add": {}}, ""), text, [40]) == Piece(
         "Hm.", "", [Call("add", '{"x": 1}')])
 
 
@@ -211,7 +212,7 @@ def test_gpt_oss_may_name_the_channel_in_front_of_the_tool(header):
     """As openai_harmony's description has it; the template writes it behind."""
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     for cuts in ([], [40, 70], range(200)):
-        assert read(Reader(FORMATS["gpt-oss"], {"add": {}}, ""), f'{thought}{header}{{"x": 1}}',
+        assert read(TurnReader(FORMATS["gpt-oss"], {"add": {}}, ""), f'{thought}{header}{{"x": 1}}',
                     cuts) == Piece("Hm.", "", [Call("add", '{"x": 1}')])
 
 
@@ -221,19 +222,22 @@ def test_a_model_may_leave_a_calls_id_out():
              '"arguments": {}}]'),
             ("Mistral Small 3.2", "[TOOL_CALLS]a%s[ARGS]{}[TOOL_CALLS]b[ARGS]{}")):
         for id_ in ("", ', "id": "x-1"' if "Nemo" in name else "[CALL_ID]x-1"):
-            assert read(Reader(FORMATS[name], dict(a={}, b={}), ""), text % id_, [20, 31]) == Piece(
+            reader = TurnReader(FORMATS[name], dict(a={}, b={}), "")
+            assert read(reader, text % id_, [20, 31]) == Piece(
                 calls=[Call("a", "{}"), Call("b", "{}")])
 
 
 def test_the_prompt_may_have_begun_or_ended_the_thought():
     form, header = FORMATS["Qwen3.5"], "<|im_start|>assistant\n<think>\n"
-    assert read(Reader(form, {}, header), "Hm.\n</think>\n\nYes.") == Piece("Hm.", "Yes.")
-    assert read(Reader(form, {}, header), "Hm. Hm.", ended="length") == Piece("Hm. Hm.")
-    assert read(Reader(form, {}, header + "\n</think>\n\n"), "Yes.") == Piece("", "Yes.")
+    assert read(TurnReader(form, {}, header), "Hm.\n</think>\n\nYes.") == Piece("Hm.", "Yes.")
+    assert read(TurnReader(form, {}, header), "Hm. Hm.", ended="length") == Piece("Hm. Hm.")
+    assert read(TurnReader(form, {}, header + "\n</think>\n\n"), "Yes.") == Piece("", "Yes.")
     form, header = FORMATS["Qwen3"], "<|im_start|>assistant\n"
-    assert read(Reader(form, {}, header), "<think>\nHm.\n</think>\n\nYes.") == Piece("Hm.", "Yes.")
-    assert read(Reader(form, {}, header + "<think>\n\n</think>\n\n"), "Yes.") == Piece("", "Yes.")
-    assert read(Reader(form, {}, header), "Yes.") == Piece("", "Yes.")
+    assert read(TurnReader(form, {}, header), "<think>\nHm.\n</think>\n\nYes.") == Piece(
+        "Hm.", "Yes.")
+    assert read(TurnReader(form, {}, header + "<think>\n\n</think>\n\n"), "Yes.") == Piece(
+        "", "Yes.")
+    assert read(TurnReader(form, {}, header), "Yes.") == Piece("", "Yes.")
 
 
 def test_a_history_may_leave_out_the_thought_that_the_prompt_begins():
@@ -247,20 +251,21 @@ def test_a_history_may_leave_out_the_thought_that_the_prompt_begins():
 def test_an_answer_without_its_marker_is_an_answer():
     for name in ("Hunyuan A13B", "gpt-oss", "Command R7B"):
         for text in ("助手Yes.", "<|x|>", "a to=functions.get x to=", "[{<tool_calls>[ b"):
-            assert read(Reader(FORMATS[name], {"add": {}}, ""), text, [1, 3]) == Piece("", text)
-        assert read(Reader(FORMATS[name], {}, ""), "Yes. It", [3], ended="length").said == "Yes. It"
+            assert read(TurnReader(FORMATS[name], {"add": {}}, ""), text, [1, 3]) == Piece("", text)
+        piece = read(TurnReader(FORMATS[name], {}, ""), "Yes. It", [3], ended="length")
+        assert piece.said == "Yes. It"
         for count in range(len(FORMATS[name].say)):  # what a limit cuts was going to be a marker
             begun = FORMATS[name].say[:count]
-            assert read(Reader(FORMATS[name], {}, ""), begun, ended="length") == Piece()
+            assert read(TurnReader(FORMATS[name], {}, ""), begun, ended="length") == Piece()
 
 
 def test_a_call_that_begins_as_an_answer_is_told_from_it_by_its_name():
     """Llama's calls have no marker, and JSON may hold what looks like one."""
-    reader = Reader(FORMATS["Llama 3.1"], {"add": {}}, "")
+    reader = TurnReader(FORMATS["Llama 3.1"], {"add": {}}, "")
     text = '[{"name": "Bob"}, {"name": "add", "at": 5}, ' + "5, " * 40
     assert reader.feed(text).said[:20] == text[:20]  # no longer held back
-    assert read(Reader(FORMATS["Llama 3.1"], {"add": {}}, ""), text, [20]).said == text
-    assert read(Reader(FORMATS["Qwen2.5"], {"add": {}}, ""), "<tool_call>x" + "y" * 99, [20],
+    assert read(TurnReader(FORMATS["Llama 3.1"], {"add": {}}, ""), text, [20]).said == text
+    assert read(TurnReader(FORMATS["Qwen2.5"], {"add": {}}, ""), "<tool_call>x" + "y" * 99, [20],
                 "length") == Piece("", "<tool_call>x" + "y" * 99)
 
 
@@ -305,7 +310,7 @@ def test_stop_strings_hold_in_the_answer_and_not_in_the_thought(name, stop, thou
     at, first = min(found, default=(len(said), ""), key=lambda one: (one[0] + len(one[1]), *one))
     want = said[:at] + first * includes
     params = SamplingParams(stop=stop, include_stop_str_in_output=includes, max_tokens=None)
-    detokenizer = Detokenizer(Letters(), params, [], Reader(FORMATS[name], {}, prompt).span)
+    detokenizer = Detokenizer(Letters(), params, [], TurnReader(FORMATS[name], {}, prompt).span)
     seen, ended = [""], None
     for letter in text:
         ended = ended or detokenizer.add([ord(letter)])
@@ -314,7 +319,7 @@ def test_stop_strings_hold_in_the_answer_and_not_in_the_thought(name, stop, thou
     assert all(later.startswith(before) for before, later in zip(
         seen, [*seen[1:], detokenizer.text], strict=True) if not ended)
     assert detokenizer.text.startswith(seen[-1]) or ended
-    reader = Reader(FORMATS[name], {}, prompt)
+    reader = TurnReader(FORMATS[name], {}, prompt)
     piece = reader.feed(detokenizer.text, "stop")
     assert (piece.said, ended or "") == (want, first), (text, detokenizer.text)
-    assert piece.thought == Reader(FORMATS[name], {}, prompt).feed(text, "stop").thought
+    assert piece.thought == TurnReader(FORMATS[name], {}, prompt).feed(text, "stop").thought
