@@ -9,12 +9,10 @@ does the start and the end of a rank's process.
     KeyboardInterrupt          is raised here, if Ctrl-C was noted
 
 Where such a block has to wait, `with ctrl_c_held() as noted` says whether to wait any longer. A
-thread's turn with an engine is a `Hold`, too, with a `Pause` where it waits for the device
-(parallel/turns.py).
+thread's turn with an engine is a `Hold`, too (parallel/turns.py).
 
-Not known here: threads that wait, steps, ranks. Road not taken: to block the signal in the main
-thread (`pthread_sigmask`). Another thread then gets it, and Python still runs its handler in the
-main thread.
+A mask of the main thread (`pthread_sigmask`) would not do: another thread then gets the signal, and
+Python still runs its handler in the main thread.
 """
 
 import signal
@@ -29,51 +27,26 @@ class Hold:
 
     def __init__(self):
         self.noted: list[tuple] = []
-        self.handler: Any = None  # the one from before `begin`, which gets what was noted
-        self.is_open = False  # the next signal is let through: see `Pause`
+        self.handler: Any = None  # the one from before `begin`; it gets the first that was noted
 
     def begin(self) -> None:
+        """Once more inside, which a signal's handler may do where its thread waits, is free."""
         handler = signal.getsignal(signal.SIGINT)
-        if in_main_thread() and callable(handler):
+        if in_main_thread() and callable(handler) and handler != self.note:
             self.handler = handler
             signal.signal(signal.SIGINT, self.note)
 
     def note(self, *args: Any) -> None:
         self.noted.append(args)
-        if self.is_open:
-            self.deliver(self.handler)
-
-    def deliver(self, handler: Any) -> None:
-        """Hand on what was noted, if anything was: as a rule, this raises `KeyboardInterrupt`."""
-        self.is_open = False
-        if self.noted:
-            first, self.noted[:] = self.noted[0], []
-            handler(*first)
 
     def end(self) -> None:
+        """Hand on what was noted, if anything was: as a rule, this raises `KeyboardInterrupt`."""
         if in_main_thread() and self.handler is not None:
             handler, self.handler = self.handler, None
             signal.signal(signal.SIGINT, handler)
-            self.deliver(handler)
-
-
-class Pause:
-    """Within a hold: a `with` block into which Ctrl-C is let through, unless an inner hold has it.
-
-    No generator with `contextmanager`: Ctrl-C just before its end would leave it half done, and
-    Python would resume it when it collects it, much later.
-    """
-
-    def __init__(self, hold: Hold):
-        self.hold = hold
-
-    def __enter__(self) -> None:
-        self.hold.is_open = in_main_thread()
-        if self.hold.is_open and self.hold.noted:
-            self.hold.deliver(self.hold.handler)
-
-    def __exit__(self, *exc_info) -> None:
-        self.hold.is_open = False
+            if self.noted:
+                first, self.noted[:] = self.noted[0], []
+                handler(*first)
 
 
 def in_main_thread() -> bool:

@@ -15,9 +15,6 @@ A signal handler or a finalizer may run in the middle of its own thread's turn. 
 A plain lock is unfair: the thread that has just released it usually takes it again. So there is a
 second lock, the *doorway*. A thread holds the doorway while it waits for a turn; a thread that
 wants another turn must first get the doorway.
-
-Not known here: steps, requests. Road not taken: a thread of the engine's own, to which the others
-send their work: see engine.py.
 """
 
 import threading
@@ -26,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from nanoserve.parallel.signals import Hold, Pause, ctrl_c_held
+from nanoserve.parallel.signals import Hold, ctrl_c_held
 
 POLL = 0.1  # seconds after which a thread that waits for its turn looks for Ctrl-C
 
@@ -53,71 +50,83 @@ class Turns:
 
     def _wait_for(self, lock: Any) -> None:
         while not lock.acquire(timeout=POLL):
-            if self.hold.noted:
-                self.hold.end()
-                self.hold.begin()  # its handler has raised nothing: wait on
+            self.deliver_ctrl_c()  # if its handler raises nothing, the wait goes on
 
     def __exit__(self, *exc_info) -> None:
-        """Errors of posted work are printed: the caller whose turn it was is not at fault."""
         self.nesting -= 1
         if self.nesting:
             return
         try:
             try:
-                errors = self._do_posted()
+                self._do_posted()
             finally:
                 self.lock.release()
-            for _, error in errors + self._do_posted():  # what came while the lock was given back
-                traceback.print_exception(error)
+            self._do_posted()  # some may have been posted while the lock was given back
         finally:
             self.hold.end()
 
-    def interruptible(self) -> Pause:
+    def deliver_ctrl_c(self) -> None:
+        """In the middle of a turn: raise `KeyboardInterrupt` now if Ctrl-C was noted."""
+        self.hold.end()
+        self.hold.begin()
+
+    def interruptible(self) -> "Interruptible":
         """In the middle of a turn: within this `with` block Ctrl-C is not held. One that was noted
         is delivered at once."""
-        return Pause(self.hold)
+        return Interruptible(self.hold)
 
     def post(self, work: Callable[[], None]) -> None:
-        """Do `work` now or when the turn ends; never waits. Raises work's error if done now. Errors
-        of what other threads have posted, if it is done here, too, are printed."""
+        """Do `work` now or when the turn ends; never waits. Raises work's error if done now."""
         self.posted.append(work)
-        mine = None
-        for done, error in self._do_posted():
-            if done is work:
-                mine = error
-            else:
-                traceback.print_exception(error)
-        if mine is not None:
-            raise mine
+        self._do_posted(work)
 
     def is_within(self) -> bool:
         """Whether this thread is in the middle of a turn."""
         return bool(self.nesting) and self._is_mine()
 
-    def _do_posted(self) -> list[tuple[Callable, Exception]]:
-        """Do all that is posted; returns what failed, with its errors. If a turn is not over, its
-        end does it."""
-        errors: list[tuple[Callable, Exception]] = []
+    def _do_posted(self, own: Callable | None = None) -> None:
+        """Do all that is posted; if a turn is not over, its end does it. Raises the error of `own`,
+        and prints those of other work: the caller is not at fault."""
         if not self.posted:
-            return errors
-        with ctrl_c_held():  # what is off the queue is done, too
+            return
+        raised = None
+        with ctrl_c_held():  # work that is off the queue is done, too
             while self.posted and self.lock.acquire(blocking=False):
                 try:
                     if self.nesting:  # this thread's own turn: it is a handler that asks
                         break
-                    self.nesting = 1  # what the work posts itself comes after it
+                    self.nesting = 1  # work that is posted by work comes after it
                     try:
                         while self.posted:
                             work = self.posted.popleft()
                             try:
                                 work()
                             except Exception as error:
-                                errors.append((work, error))
+                                if work is own:
+                                    raised = error
+                                else:
+                                    traceback.print_exception(error)
                     finally:  # also when work ends the script
                         self.nesting = 0
                 finally:
                     self.lock.release()
-        return errors
+        if raised is not None:
+            raise raised
 
     def _is_mine(self) -> bool:
         return self.lock._is_owned()  # no public name; threading.Condition asks like this, too
+
+
+class Interruptible:
+    """Ends a hold, and begins it again. A class, and no generator with `contextmanager`: Ctrl-C
+    just before its end would leave that half done, and Python would resume it when it collects it,
+    much later."""
+
+    def __init__(self, hold: Hold):
+        self.hold = hold
+
+    def __enter__(self) -> None:
+        self.hold.end()
+
+    def __exit__(self, *exc_info) -> None:
+        self.hold.begin()

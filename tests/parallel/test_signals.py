@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nanoserve.parallel.signals import Hold, Pause, ctrl_c_held
+from nanoserve.parallel.signals import ctrl_c_held
 
 pytestmark = pytest.mark.floor
 
@@ -33,25 +33,6 @@ def test_an_error_of_the_block_does_not_lose_ctrl_c():
             raise ValueError
     assert isinstance(interrupted.value.__context__, ValueError)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_pause_lets_ctrl_c_through_unless_an_inner_hold_has_it():
-    hold, done = Hold(), []
-    hold.begin()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            with Pause(hold):
-                with ctrl_c_held():
-                    press_ctrl_c()
-                    done.append("held")
-                done.append("never")
-        press_ctrl_c()
-        with pytest.raises(KeyboardInterrupt):
-            with Pause(hold):  # what was noted comes before the block begins
-                done.append("never")
-    finally:
-        hold.end()
-    assert done == ["held"]
 
 
 def test_other_threads_hold_nothing():

@@ -10,22 +10,29 @@ import pytest
 
 from nanoserve.parallel import signals
 from nanoserve.parallel import turns as turns_file
+from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.parallel.turns import Turns
 
 pytestmark = pytest.mark.floor
 
 
 def test_a_handler_that_comes_while_its_thread_waits():
-    """It met its own thread at a lock that wasn't reentrant: both waited for ever. Now it only
-    posts its work, which the thread that has the turn does."""
+    """It met its own thread at a lock that wasn't reentrant: both waited for ever. Now its work is
+    posted, and the thread that has the turn does it. A turn of its own left Ctrl-C without effect
+    for good."""
     turns, ran, held = Turns(), [], threading.Event()
+
+    def handler(*_) -> None:
+        turns.post(lambda: ran.append("handler"))
+        with turns:
+            ran.append("its turn")
 
     def holds() -> None:
         with turns:
             held.set()
             time.sleep(0.3)
 
-    previous = signal.signal(signal.SIGALRM, lambda *_: turns.post(lambda: ran.append("handler")))
+    previous = signal.signal(signal.SIGALRM, handler)
     thread = threading.Thread(target=holds)
     try:
         thread.start()
@@ -37,7 +44,8 @@ def test_a_handler_that_comes_while_its_thread_waits():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         thread.join(60)
-    assert sorted(ran) == ["handler", "waits"]
+    assert sorted(ran) == ["handler", "its turn", "waits"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_does_not_lose_posted_work():
@@ -124,6 +132,22 @@ def test_a_turn_leaves_the_handler_that_it_finds():
             assert signal.getsignal(signal.SIGINT) is handler and heard == [0]
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def test_ctrl_c_goes_through_where_a_turn_is_interruptible_unless_an_inner_hold_has_it():
+    turns, done = Turns(), []
+    with pytest.raises(KeyboardInterrupt):
+        with turns, turns.interruptible():
+            with ctrl_c_held():
+                signal.raise_signal(signal.SIGINT)
+                done.append("held")
+            done.append("never")
+    with turns:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            with turns.interruptible():  # one that was noted comes before the block begins
+                done.append("never")
+    assert done == ["held"]
 
 
 def test_posted_work_fails_for_itself(capsys):
