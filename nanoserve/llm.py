@@ -46,7 +46,7 @@ from nanoserve.frontend.vllm import missing_method, takes_vllms_words
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.processes import start_ranks, take_gpu
 from nanoserve.parallel.ranks import check_shares
-from nanoserve.parallel.serving import LAST_WORD
+from nanoserve.parallel.serving import LAST_WORD, serve_rank
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
@@ -117,7 +117,7 @@ class LLM(LLMEngine):
         plan = replace(plan, parts=replace(plan.parts, replaced=names))
         make_runner = partial(ModelRunner, config, self.model_config, folder, parts=plan.parts)
         ranks = start_ranks(config.num_ranks, config.device,
-                            "nanoserve.parallel.serving:serve_rank", make_runner)
+                            partial(serve_rank, make_runner=make_runner))
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:

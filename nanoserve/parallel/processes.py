@@ -8,7 +8,7 @@
     child, rank 1                  └► run_child ─► serve: receive, forward, ... ─────────┴► exits
 
 Each rank counts its heartbeats in a shared store. Rank 0 takes a rank for dead when its count has
-not changed during 15 beats of rank 0; no clock is compared. Mostly a death is noticed sooner: a
+not changed during 13 beats of rank 0; no clock is compared. Mostly a death is noticed sooner: a
 parent sees its child's exit, a rank in a collective a closed connection.
 
 Nobody counts rank 0's beats, because its user's code may hold Python's lock for minutes. A child
@@ -19,8 +19,8 @@ beats. Computing has no limit.
 Invariants: when a rank dies, the others end within half a minute and name it; no process, port or
 shared memory outlives the engine. Between requests no rank waits with a time-out.
 
-Not known here: what the ranks compute. Road not taken: multiprocessing's "spawn", which runs the
-user's script again in every child and so wants a `__main__` guard in it.
+Python's own multiprocessing would run the user's script again in every child ("spawn"), and so it
+wants a `__main__` guard in the script.
 """
 
 import os
@@ -34,7 +34,6 @@ from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -45,10 +44,10 @@ from nanoserve.parallel.signals import ctrl_c_held
 START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters start, torch loads
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
 HEARTBEAT_SECONDS = 1.0
-MAX_MISSED_HEARTBEATS = 15
+MAX_MISSED_HEARTBEATS = 13  # with the grace an error comes within 20 s
 MAX_LATE_HEARTBEATS = 30  # between a message that was sent, and its receipt
 STEP = 2 ** 32  # a count of heartbeats is below it; above it stands how far the rank is
-GAVE_UP = -2 ** 62  # what a last heartbeat adds: the count is below zero then
+GAVE_UP = -2 ** 62  # a last heartbeat adds this: the count is below zero then
 LOOPBACK = "127.0.0.1"  # ranks on one machine must not be reachable from outside
 GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
 
@@ -60,12 +59,11 @@ CHILD = ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
 # ----------------------------------------------------------------- starting
 
 
-def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
+def start_ranks(size: int, device: str, serve: Callable[[Ranks], None]) -> Ranks:
     """Start the other ranks, or join them under torchrun, and return rank 0.
 
-    device: "cpu" or "cuda". entry: what a rank above 0 runs, as "module:function"; it is called
-    with its `Ranks` and the payload, which can be pickled. Raises `ValueError` for a size that
-    can't be, `RuntimeError` if a rank doesn't come up.
+    device: "cpu" or "cuda". serve: what a rank above 0 runs; it can be pickled. Raises `ValueError`
+    for a size that can't be, `RuntimeError` if a rank doesn't come up.
 
     Under torchrun the ranks above 0 come here with the same script. They serve until rank 0 shuts
     down, and then their script ends: only rank 0 runs the rest of it.
@@ -76,7 +74,7 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
         ranks = _join_torchrun(size, device)
         if ranks.rank > 0:
             with closing(ranks):
-                find(entry)(ranks, payload)
+                serve(ranks)
             raise SystemExit(0)
         return ranks
     check_gpus(device, size, f"tensor_parallel_size={size}")
@@ -91,7 +89,7 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     children: list[subprocess.Popen] = []
     try:
         for rank in range(1, size):
-            boot = (rank, size, port, device, threads, entry, payload)
+            boot = (rank, size, port, device, threads, serve)
             children.append(_spawn(boot))
         ranks = _connect(Ranks(0, size), store, device, children, LOOPBACK)
         # Rank 0, too, takes its share: threads without a core of their own hold up all the others.
@@ -138,24 +136,18 @@ def _spawn(boot: tuple) -> subprocess.Popen:
     return child
 
 
-def find(entry: str) -> Callable:
-    """The function that "module:function" names."""
-    module, _, function = entry.partition(":")
-    return getattr(import_module(module), function)
-
-
 def run_child() -> None:
     """What a started rank runs, from its first line to its end."""
-    rank, size, port, device, threads, entry, payload = pickle.load(sys.stdin.buffer)
-    ranks = Ranks(rank, size, parent=os.getppid())
+    parent = os.getppid()
+    rank, size, port, device, threads, serve = pickle.load(sys.stdin.buffer)
+    ranks = Ranks(rank, size, parent=parent)
     torch.set_num_threads(threads)
-    serve = find(entry)
     try:
         if ranks.lost_parent:
             _end(rank, "rank 0 died")  # and nobody would answer
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=START_TIMEOUT)
         _connect(ranks, store, device, [], LOOPBACK)
-        serve(ranks, payload)
+        serve(ranks)
         ranks.close()
         sys.stdout.flush()
         os._exit(0)  # nothing is left to do, and torch's own exit is slow
@@ -232,8 +224,7 @@ class Watch(threading.Thread):
         super().__init__(name="nanoserve-watch", daemon=True)
         self.ranks, self.store, self.children = ranks, store, children
         self.heartbeats = dict.fromkeys(range(ranks.size), 0)  # the counts in the store
-        self.seen = dict(self.heartbeats)  # these counts one beat ago
-        self.missed = dict(self.heartbeats)
+        self.missed = dict(self.heartbeats)  # beats of this rank since a count has changed
         self.lost: str | None = None
         self.stopped = threading.Event()
         self.store_server: dist.Store | None = None
@@ -271,7 +262,9 @@ class Watch(threading.Thread):
                 done = self.ranks.done
                 for rank in self.heartbeats:
                     more = 1 + STEP * (done - told) if rank == self.ranks.rank else 0
-                    self.heartbeats[rank] = self.store.add(f"heartbeat/{rank}", more)
+                    heartbeat = self.store.add(f"heartbeat/{rank}", more)
+                    if heartbeat != self.heartbeats[rank]:
+                        self.heartbeats[rank], self.missed[rank] = heartbeat, 0
                 told = done
             if self.ranks.broken is not None and self.ranks.parent is None:
                 self.store.add(f"heartbeat/{self.ranks.rank}", GAVE_UP)
@@ -295,7 +288,7 @@ class Watch(threading.Thread):
     def close(self) -> None:
         """The engine has ended: wait for the children to exit, and kill those that don't."""
         self.stopped.set()
-        if self.is_alive() and threading.current_thread() is not self:  # which a finalizer may use
+        if self.is_alive() and threading.current_thread() is not self:  # a finalizer runs anywhere
             self.join()
         deadline = time.monotonic() + GRACE_SECONDS
         for child in self.children:
@@ -313,16 +306,15 @@ class Watch(threading.Thread):
         """One beat. Returns which rank died or lost a message, if one did."""
         own, parent, awaited = self.ranks.rank, self.ranks.parent, self.ranks.awaited
         for rank, heartbeat in self.heartbeats.items():
-            has_beaten, self.seen[rank] = heartbeat != self.seen[rank], heartbeat
             # Its own changes when the store has answered: see the module's docstring.
             counts = own == 0 or (parent is None and rank == own)
-            self.missed[rank] = self.missed[rank] + 1 if counts and not has_beaten else 0
-            if self.missed[rank] >= MAX_MISSED_HEARTBEATS:
+            self.missed[rank] += 1
+            if counts and self.missed[rank] > MAX_MISSED_HEARTBEATS:
                 seconds = MAX_MISSED_HEARTBEATS * HEARTBEAT_SECONDS
                 return f"rank {0 if own else rank} died: no heartbeat for {seconds:.0f} s"
             if heartbeat < 0:
                 return f"rank {rank} died: it could not go on"
-            if has_beaten and awaited[:1] == [rank] and heartbeat >= STEP * awaited[1]:
+            if awaited[:1] == [rank] and heartbeat >= STEP * awaited[1]:
                 awaited[2] += 1
                 if awaited[2] >= MAX_LATE_HEARTBEATS:
                     return f"a message from rank {rank} to rank {own} was lost"

@@ -17,8 +17,8 @@ need a single `all_reduce` (Shoeybi et al. 2019, "Megatron-LM"). Rank 0 schedule
 Invariants: all ranks call the same collectives in the same order; a rank that fails in between
 says so and never takes part again. A group belongs to its engine and not to the process.
 
-Not known here: where the ranks come from and how their deaths are noticed (processes.py), layers,
-steps. Road not taken: torch's DTensor, which shares tensors out by itself and hides the idea.
+Where the ranks come from, and how their deaths are noticed: processes.py. torch's DTensor would
+share tensors out by itself, and hide the idea.
 """
 
 import os
@@ -108,14 +108,14 @@ class Ranks:
         self.local_size = size
         self.control = None  # gloo, between the hosts: the steps' messages
         self.group = None  # between the devices: gloo again, or NCCL
-        self.make_group: Callable | None = None  # of some ranks: its name, this one's number, size
+        self.make_group: Callable | None = None  # takes a name, this one's number, and the size
         self.parts: dict[str, Ranks] = {}  # see `part`
         self.watch = None  # processes.Watch
         self.process = os.getpid()  # a forked process has a copy of this object, and must not close
         self.busy = False  # inside `together` or `waiting`, where a dead rank would block this one
-        self.posted: deque = deque()  # what is on its way to other ranks, see `post`
-        self.number = 0  # of the last broadcast between the hosts: on all ranks the same
-        self.done = 0  # the last one after which this rank has sent all that it had to
+        self.posted: deque = deque()  # numbers on their way to other ranks, see `post`
+        self.number = 0  # counts broadcasts between the hosts: on all ranks the same
+        self.done = 0  # the last such number after which this rank has sent all that it had to
         self.awaited: list[int] = []  # a message's sender, its number, and by how many beats late
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
         self.lock = threading.Lock()
@@ -339,7 +339,7 @@ class Ranks:
         self.fail("the engine was shut down")
         self.watch.close()
         self.control = self.group = self.watch = self.make_group = None
-        self.parts.clear()  # whose groups hold the store as well
+        self.parts.clear()  # their groups hold the store as well
 
 
 SOLO = Ranks()

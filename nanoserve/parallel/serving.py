@@ -11,9 +11,8 @@ buffer can read it: between two steps nothing is pickled, and no object of rank 
 Invariant: from one message to the next all ranks run the same function, and so take part in the
 same collectives.
 
-Not known here: what is in a step and what a runner computes. Each rank is handed a function that
-makes its runner. Road not taken: remote calls by name, as in vLLM's executors, which can do more,
-and cost a short step more than its numbers do.
+Each rank is handed a function that makes its runner. vLLM's executors call functions of the other
+ranks by name, which can do more, and costs a short step more than its numbers do.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from nanoserve.parallel.ranks import Ranks
 
 HEAD = 2 ** 10  # numbers that are broadcast before the length is known: decodes mostly end there
 STOP = -1  # in the place of the length: no more steps will come
-LAST_WORD = torch.full((HEAD,), STOP, dtype=torch.int32)  # what ends the other ranks
+LAST_WORD = torch.full((HEAD,), STOP, dtype=torch.int32)  # it ends the other ranks
 
 
 def serve_rank(ranks: Ranks, make_runner: Callable) -> None:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from nanoserve.parallel.processes import FOR_EVER
 from nanoserve.parallel.ranks import Ranks
-from nanoserve.parallel.serving import serve_rank
 
 
 def thread_ranks(size: int) -> list[Ranks]:
@@ -27,12 +26,12 @@ def thread_ranks(size: int) -> list[Ranks]:
     return ranks
 
 
-def start_in_threads(size: int, device: str, entry: str, payload) -> Ranks:
+def start_in_threads(size: int, device: str, serve) -> Ranks:
     """In the place of `llm.start_ranks`: the other ranks serve in threads of this process, and get
-    their payload as processes would."""
+    what they run as processes would."""
     first, *others = thread_ranks(size)
     for one in others:
-        threading.Thread(target=serve_rank, args=(one, pickle.loads(pickle.dumps(payload))),
+        threading.Thread(target=pickle.loads(pickle.dumps(serve)), args=(one,),
                          daemon=True).start()
     return first
 

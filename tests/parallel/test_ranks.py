@@ -189,7 +189,7 @@ def test_a_single_rank_makes_no_group(monkeypatch, device):
     """One GPU needs neither NCCL nor a port that another engine may have (nano-vllm #261)."""
     for name in ("TCPStore", "ProcessGroupGloo", "ProcessGroupNCCL", "init_process_group"):
         monkeypatch.setattr(torch.distributed, name, None, raising=False)
-    ranks = start_ranks(1, device, "nobody:nothing", None)
+    ranks = start_ranks(1, device, id)
     assert (ranks.size, ranks.rank, ranks.group, ranks.watch) == (1, 0, None, None)
     hidden = torch.ones(2, 3)
     assert ranks.all_reduce(hidden) is hidden and ranks.gather(hidden, 3) is hidden
