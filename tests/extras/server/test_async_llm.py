@@ -18,6 +18,7 @@ from clean_process import run as run_alone
 from small_engine import assert_idle, greedy, ids_of, make, run
 
 from nanoserve import RequestOutputKind, SamplingParams
+from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 from nanoserve_extras.server.async_llm import (
     MAX_FAILURES,
     AsyncLLM,
@@ -361,11 +362,12 @@ def test_an_idle_engine_gathers_prompts_before_it_reads_layers(qwen3):
     assert asyncio.run(some(3, apart=0.1)) == expected[:3] and time.monotonic() - began > 0.4
     assert steps[0] == 3 and not any(steps[1:])
     assert sum(bool(left) for left, _ in looks) <= 4
-    llm.config = replace(llm.config, max_wait=3600)
+    plan = llm.extra(LayerPlan)
+    plan.options = replace(plan.options, max_wait=3600)
     steps.clear()
     assert asyncio.run(asyncio.wait_for(some(4), 60)) == expected  # max_num_seqs
     assert steps[0] == 4
-    llm.config = replace(llm.config, max_wait=0.2)
+    plan.options = replace(plan.options, max_wait=0.2)
     llm.hooks.launching.append(lambda step: time.sleep(0.05))
     steps.clear()
     assert asyncio.run(some(2, apart=0.5)) == expected[:2]  # the second comes while one runs

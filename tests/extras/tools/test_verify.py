@@ -269,8 +269,8 @@ def test_rows_for_several_ranks(capsys, monkeypatch, qwen3):
 
     use_modes(monkeypatch, "alone")
     monkeypatch.setattr(verify, "LLM", start)
-    config = verify.EngineConfig
-    monkeypatch.setattr(verify, "EngineConfig", lambda model, **options: config(model=model))
+    args = verify.EngineArgs
+    monkeypatch.setattr(verify, "EngineArgs", lambda model, **options: args(model=model))
     code, rows, _ = run(capsys, qwen3, "--tensor-parallel-size", 2, "--num-prompts", 8,
                         "--max-tokens", 16)
     assert code == 0 and asked == [1, 2, 2, 2, 2, 2, 2, 2]
