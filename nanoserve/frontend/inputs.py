@@ -274,7 +274,7 @@ class InputProcessor:
                 add_special_tokens: bool = True) -> list[int]:
         try:
             return self.tokenizer_for(what).encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # what the tokenizer says when a str has no UTF-8 form
+        except TypeError as error:  # raised by the tokenizer for a str without a UTF-8 form
             raise ValueError(f"{what} is no valid text, a lone surrogate? {text!r}") from error
 
     def tokenizer_for(self, what: str) -> Tokenizer:

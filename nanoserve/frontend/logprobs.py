@@ -33,7 +33,7 @@ class LogprobHistory:
         self.cumulative = [0.0] * params.n  # the sum over a sample's tokens
         self.prompt: list[dict[int, Logprob] | None] = [None]
         self.undecoded: list[dict[int, Logprob]] = []
-        self.texts: dict[int, str] = {}  # of tokens: the likely ones come again and again
+        self.texts: dict[int, str] = {}  # by token: the likely ones come again and again
 
     def add(self, index: int, entries: list[Entry]) -> None:
         """One more token of a sample. entries: the token, then the likeliest."""

@@ -62,7 +62,7 @@ class Request:
     adapter_id: int = 0  # the number of this adapter, 0 for none
     root: CacheEntry | None = None  # parent of its first block
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
-    make_span: Callable | None = None  # of a sample: where in its text stop strings hold
+    make_span: Callable | None = None  # says where in a sample's text stop strings hold
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen
@@ -145,7 +145,7 @@ class Request:
 
     def flush(self) -> None:
         """The request ends early, by an abort: text that was held back comes out as it is."""
-        self.history.decode()  # of a prompt that is cut short, too
+        self.history.decode()  # also if its prompt is cut short
         for detokenizer in self.detokenizers:
             detokenizer.flush()
 

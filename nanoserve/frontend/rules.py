@@ -63,7 +63,7 @@ def check_fields(record: Any) -> None:
             continue
         try:
             kept = rule.keep(value)
-        except (ValueError, RuntimeError) as error:  # of what is wrong: the value, or a part of it
+        except (ValueError, RuntimeError) as error:  # it names the wrong value or part
             given, wrong = f"{value!r:.100}", f"{error!s:.100}"
             raise ValueError(f"{one.name} must be {rule.must}, got "
                              f"{wrong if wrong == given else f'{wrong} in {given}'}") from None

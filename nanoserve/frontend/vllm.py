@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     takers: str
     names: str
-    remedy: str = ""  # what to do instead
+    remedy: str = ""  # the way round
     nothing: tuple = ()  # the values that ask for nothing, if these are not the empty ones
     ours: str = ""  # our name for it
 

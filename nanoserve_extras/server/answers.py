@@ -54,7 +54,7 @@ class Answer:
     whole_name = piece_name = prefix = ""
 
     def __post_init__(self):
-        self.latest: dict[str, RequestOutput] = {}  # of each request
+        self.latest: dict[str, RequestOutput] = {}  # the last output of each request
         self.scored: dict[str, list] = {request.request_id: [] for request in self.requests}
         self.num_output = 0
         self.first = {request.request_id: index * self.body.num_samples
@@ -175,7 +175,7 @@ class CompletionAnswer(Answer):
         super().__post_init__()
         self.offsets: dict[int, int] = defaultdict(int)  # where a choice's next token begins
         self.begun: set[int] = set()
-        self.held: dict[str, list[CompletionOutput]] = {}  # what waits for a prompt's logprobs
+        self.held: dict[str, list[CompletionOutput]] = {}  # these wait for their prompt's logprobs
 
     def _take(self, output: RequestOutput) -> None:
         for sample in output.outputs if self.body.only_echo else ():
@@ -248,7 +248,7 @@ class ChatAnswer(Answer):
 
     def __post_init__(self):
         super().__post_init__()
-        self.readers: list[TurnReader | None] = [None] * self.body.num_samples  # of each choice
+        self.readers: list[TurnReader | None] = [None] * self.body.num_samples  # one a choice
         self.written: list[list[int]] = [[] for _ in self.readers]
 
     def _take(self, output: RequestOutput) -> None:

@@ -303,7 +303,7 @@ class Doorbell:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pace: float):
         self.loop, self.pace = loop, pace
-        self.lock = Lock()  # of its inboxes, too
+        self.lock = Lock()  # the inboxes take the same
         self.rung: list[Inbox] = []
         self.resting = False
 

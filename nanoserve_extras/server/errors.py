@@ -75,7 +75,7 @@ def add_errors(app: FastAPI) -> None:
         for one in errors:  # one of our own, out of a validator, says more than pydantic's
             if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
                 return await bad_request(http, told)
-        if first["type"] == "json_invalid":  # its place is a number, and no field
+        if first["type"] == "json_invalid":  # its `loc` ends with a number, not a field
             return error_response(f"the body is no JSON from character {first['loc'][-1]} on: "
                                   f"{first['ctx']['error']}")
         kind = http.headers.get("content-type", "none at all")
@@ -136,7 +136,7 @@ def bad_requests(body: BaseModel):
         raise
     except ValueError as error:
         said = str(error)
-        if hasattr(body, "as_chat"):  # whose items have other numbers than the chat's messages
+        if hasattr(body, "as_chat"):  # its items are counted otherwise than a chat's messages
             said = re.sub(r"^messages\.[\w.]+: ", "", said)
         field, code = blamed_field(said, body), None
         if "maximum context length is" in said:
@@ -152,7 +152,7 @@ def blamed_field(message: str, body: BaseModel) -> str | None:
     of this body that holds the prompt."""
     first = re.match(r"\w*", message)[0]
     if first == "structured_outputs" and not getattr(body, first, None):  # made of another field
-        line = re.search(r"\bat (\d+)\(", message)  # of the grammar, whose rules have names
+        line = re.search(r"\bat (\d+)\(", message)  # a line of the grammar
         is_tool = line and re.search(rf"^ *{line[1]} \| tool", message, re.MULTILINE)
         return next((name for name in (("tools", *FORMS) if is_tool else (*FORMS, "tools"))
                      if getattr(body, name, None)), None)

@@ -44,7 +44,7 @@ NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tok
 # another.
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
-Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # of a prompt's tokens so many stay; -1: what fits
+Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # so many tokens of a prompt stay; -1: all that fit
 Salt = Annotated[str, Field(min_length=1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -161,7 +161,7 @@ class GenerationBody(Controls):
         if asked is not None and self.structured_outputs is not None:
             raise BadRequest("structured_outputs and a format (response_format, text.format, "
                              "output_config.format) exclude each other: leave one of them out",
-                             "structured_outputs")  # which all languages call so
+                             "structured_outputs")
         return asked or self.structured_outputs
 
     @property
@@ -285,7 +285,7 @@ class Conversation(Body):
         if self.tool_choice == "none":
             return {}
         named = getattr(self.tool_choice, "function", None)
-        closed = dict(type="object", additionalProperties=False)  # of a tool without arguments
+        closed = dict(type="object", additionalProperties=False)  # for a tool without arguments
         return {one.name: one.parameters if (one.parameters or {}).get("properties") else closed
                 for one in (tool.function for tool in self.tools or ())
                 if named is None or one.name == named.name}

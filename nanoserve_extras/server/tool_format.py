@@ -68,7 +68,7 @@ class TemplateProbe:
             {"content": SAID}, {"content": SAID, "reasoning_content": THOUGHT}, _turn({KEY: ONE})))
         self.start = len(_whole_tags(commonprefix([begun, *filter(None, turns)])))
         self.header = begun[len(commonprefix([begun, self._render()])):self.start]
-        self.begun = begun[self.start:]  # of a turn, by the prompt
+        self.begun = begun[self.start:]  # the prompt begins a turn so
 
     def _render(self, turn: dict | None = None, **options) -> str:
         """What stands behind the question. "": the template refuses it."""

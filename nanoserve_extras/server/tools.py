@@ -21,7 +21,7 @@ from itertools import islice
 from os.path import commonprefix
 from typing import Any
 
-NAME, ID = "zq_tool", "zqcall001"  # of made-up calls, which a format is derived from
+NAME, ID = "zq_tool", "zqcall001"  # in made-up calls; a format is derived from them
 # What of a literal a model may leave out: the id of a call, with its key or its marker.
 ID_PART = re.compile(rf', ?"\w+": ?"{ID}"|\[\w+\]{ID}')
 MAX_TRIES = 8  # ends of a value that are tried: JSON may hold what looks like one
@@ -118,12 +118,12 @@ class TurnReader:
         self.is_next = False  # a call of several, behind the first
         self.is_fresh = self.may_think  # white space in front of what comes is dropped
         self.is_heard = not form.say  # text without a marker in front is an answer
-        self.unheard = ""  # what is one after all, if no marker comes
+        self.unheard = ""  # it is an answer after all if no marker comes
         # Only where this comes a call may have ended.
         self.tip = commonprefix([form.between or form.close, form.close]).strip()[-1:]
         names = "|".join(map(re.escape, sorted(self.schemas, key=len, reverse=True)))
         longest = max(map(len, self.schemas), default=0)
-        self.longest = 2 * len(form.open + form.after) + longest  # of a call's beginning
+        self.longest = 2 * len(form.open + form.after) + longest  # a call begins in so many
         behind = HARMONY if form.after == CHANNEL else "(?P=name)".join(
             map(loose, form.after.split(NAME)))
         self.heads = [re.compile(f"{begin}(?P<name>{names})(?!\\w){behind}")
@@ -155,7 +155,7 @@ class TurnReader:
         """Instead of `feed`, for a `Detokenizer`: stop strings hold from the first character of an
         answer or a call on, up to what may become a mark. None is found in a thought, or in the
         white space behind it."""
-        self.is_heard = True  # what may be an answer, as well
+        self.is_heard = True  # also text that only may be an answer
         said, thinks = self.feed(text, "stop" if ended else None).said, self.state == "thinks"
         self.num_fed += len(text)
         clear = max(0, self.num_fed - len(self.rest))  # the rest may begin in the prompt
@@ -180,7 +180,7 @@ class TurnReader:
         at, _, mark = min(found, default=(len(text), 0, ""))
         if mark and not ended and any(one != mark and one.startswith(text[at:]) for one in marks):
             mark = ""  # "to=" may become "to=user"
-        if not mark and ended != "stop":  # what a limit cuts may have become a call
+        if not mark and ended != "stop":  # text cut by a limit may have become a call
             at = _clear(text, list(marks), not ended and (thinks or bool(self.schemas)))
         shown = text[:at].rstrip() if mark else text[:at]
         if thinks:
@@ -204,7 +204,7 @@ class TurnReader:
         if not ended and self.tip not in new:
             return None
         call, end = self._read(head, self.rest)
-        if end is None and ended == "stop":  # what ends a turn is no text
+        if end is None and ended == "stop":  # the end of a turn is no text
             close = self.form.close
             has = max(at for at in range(len(close) + 1) if self.rest.endswith(close[:at]))
             call, end = self._read(head, self.rest + close[has:])

@@ -26,7 +26,7 @@ from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import Controls, Switch
 
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
-NEEDED = {"message": "content", "function_call_output": "output"}  # of an item
+NEEDED = {"message": "content", "function_call_output": "output"}  # an item must have it
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Part:
     text: str = ""
     name: str = ""
     id: str = field(default_factory=lambda: uuid4().hex)
-    index: int = 0  # its place in a stream
+    index: int = 0  # counted from 0 in a stream
 
 
 def parts_of(message: dict) -> list[Part]:
@@ -135,7 +135,7 @@ def part_of(part: dict) -> dict:
     kind = part.get("type")
     if kind not in ("input_image", "image"):
         return part | {"type": OURS.get(str(kind), kind)}
-    source = part.get("source") or {}  # of Anthropic's
+    source = part.get("source") or {}  # Anthropic's way to give an image
     url = part.get("image_url", source.get("url"))
     if source.get("type") == "base64":
         url = f"data:{source.get('media_type')};base64,{source.get('data')}"

@@ -41,7 +41,7 @@ class CountBody(Language):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None  # its older place
+    output_format: dict[str, Any] | None = None  # older clients say it here
 
     def as_chat(self) -> dict:
         choice = self.tool_choice or {}

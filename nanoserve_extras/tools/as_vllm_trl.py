@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from nanoserve.config import SamplingParams
 from nanoserve.llm import LLM
 
-ONLY_SERVER = ("get_ip", "trainer_init", "packed_nccl_broadcast_producer")  # what that mode imports
+ONLY_SERVER = ("get_ip", "trainer_init", "packed_nccl_broadcast_producer")  # that mode needs them
 # Fields that change what is drawn from; the others don't, or are seldom there.
 NEUTRAL = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 

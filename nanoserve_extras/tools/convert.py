@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights in the "
                         "folder; default: bfloat16")
     args = parser.parse_args(argv)
-    transformers.logging.set_verbosity_error()  # its reports name flags that nobody has set
+    transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
     try:
         convert(args.file, args.folder, args.dtype)
     except (ValueError, OSError) as error:

@@ -38,7 +38,7 @@ from nanoserve_extras.quantization.int4_linear import GROUP, round_groups
 from nanoserve_extras.quantization.quantization import small_kinds
 from nanoserve_extras.quantization.quantized_linear import Rows
 
-Finding = tuple[str, str, str]  # what, what came out, a remark
+Finding = tuple[str, str, str]  # a name, the result, a remark
 GB, MB = 2 ** 30, 2 ** 20
 FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd",
             "bf16", "sve"}  # those that matrices are multiplied with

@@ -99,7 +99,7 @@ MODES = [
     POOLED,
     Mode("restarted from disk", restarts=True),
     Mode("plain operators", dict(kernels="torch"))]  # the specification without a twin
-GPU_MODES = [  # what a GPU has of its own, switched off one after the other
+GPU_MODES = [  # the features of a GPU, switched off one after the other
     Mode("no overlap", dict(async_scheduling=False)),
     Mode("no graphs", dict(enforce_eager=True))]
 PARALLEL_MODES = [  # run over several ranks, too
@@ -119,7 +119,7 @@ class Text:
 
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
-    gaps: list[dict[int, float]] = field(default_factory=list)  # of the likeliest tokens
+    gaps: list[dict[int, float]] = field(default_factory=list)  # for the likeliest tokens
     near: list[float] = field(default_factory=list)  # the largest gap of a near-tie
 
     def compare(self, token_ids: list[int]) -> tuple[int, str, bool]:

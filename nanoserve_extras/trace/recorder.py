@@ -94,7 +94,7 @@ class Lane:
 
     number: int
     table: list[int] = field(default_factory=list)  # the sequence's own list: told by identity
-    num_seen: int = 0  # its blocks that were told
+    num_seen: int = 0  # so many blocks of `table` were told
     num_released: int = 0
 
 
@@ -109,14 +109,14 @@ class Trace(Extra):
         self.seen = (0, 0) if eyes is None else (0, eyes.num_runs)  # tokens, runs of the tower
         self.scheduler, self.blocks = scheduler, scheduler.blocks
         blocks = self.blocks
-        self.start, self.first = clock(), scheduler.num_steps  # what came before has no frame
+        self.start, self.first = clock(), scheduler.num_steps  # earlier steps have no frame
         self.frames: list[dict] = []
-        self.frame: dict[str, list] = {}  # what has happened since the last frame
-        # Blocks whose place in the prefix cache changed since then; at first all that are in it.
+        self.frame: dict[str, list] = {}  # the one that is not finished
+        # Blocks whose place in the prefix cache changed in it; at first all that are cached.
         self.findable = {entry.block_id: True for entry in blocks.cached.values()}
-        self.lanes: dict[Sequence, Lane] = {}  # of all that have not ended
+        self.lanes: dict[Sequence, Lane] = {}  # one for each that has not ended
         self.requests: list[list] = []
-        self.frame_of: dict[int, dict] = {}  # of steps in flight, by their index
+        self.frame_of: dict[int, dict] = {}  # by index, for steps in flight
         self.closed, self.is_written = False, False  # the second: nothing is new since `write`
         self.last_write = (0.0, 0.0)  # when it ended, how long it took
         self.meta = dict(
@@ -174,7 +174,7 @@ class Trace(Extra):
         frame = self.frame_of.pop(step.index, None)
         if frame is not None:  # also of a full trace: a step in flight when it filled up
             frame["d"] = self._now() - frame["t"]
-            at = self.clock() - self.start - time.time()  # of a clock that all ranks have
+            at = self.clock() - self.start - time.time()  # ranks say the time since 1970
             if spans := getattr(step.output, "spans", ()):
                 frame["s"] = [number for stage, *span in spans for number in (
                     stage, *(round(1e6 * (at + one)) for one in span))]
@@ -275,7 +275,7 @@ class Trace(Extra):
         half_done = self.path.with_name(self.path.name + ".part")
         try:
             text = page(stream) if self.path.suffix == ".html" else json.dumps(chrome_trace(stream))
-            half_done.unlink(missing_ok=True)  # of a process that died; a link that lies in wait
+            half_done.unlink(missing_ok=True)  # left by a process that died, or a planted link
             with open(half_done, "x", encoding="utf-8", opener=private) as file:
                 file.write(text)
             os.replace(half_done, self.path)  # whoever interrupts us leaves the last whole file
@@ -284,7 +284,7 @@ class Trace(Extra):
                 half_done.unlink()
             self.say(f"trace: {self.path} can't be written: {error}")
             return
-        finally:  # what failed took its time as well
+        finally:  # a write that failed took its time as well
             self.last_write = (time.perf_counter(), time.perf_counter() - now)
         self.is_written = True
         how = "open it in a browser" if self.path.suffix == ".html" else "open it in Perfetto"

@@ -236,7 +236,7 @@ def table(simulation: Simulation) -> str:
     """Run the requests to their end; a line a step, and below it who waits and why."""
     seqs, scheduler = simulation.seqs, simulation.scheduler
     rows = [["step", "tokens", *(seq.request.request_id for seq in seqs), "free blocks"]]
-    reasons: list[list[str]] = [[]]  # of each row
+    reasons: list[list[str]] = [[]]  # below each row
     for step in simulation.steps():
         rows.append([str(step.index), f"{step.num_tokens}/{scheduler.max_num_batched_tokens}",
                      *(_cell(step, seq) for seq in seqs), str(scheduler.blocks.num_free_blocks)])
