@@ -4,7 +4,7 @@
     generate ─► tokenise, in a thread
              ─► posted: submit ───────► done between two steps
                                         step, step, step ...
-    `yield`  ◄── Inbox, one output ◄── Inbox.append(output): merged into what waits there
+    `yield`  ◄── AsyncInbox, one output ◄── AsyncInbox.append(output): merged into what waits there
     cancelled ► posted: abort  ───────► done between two steps
 
 A step may take long, above all a long prompt's on a CPU, so the event loop never waits for a step.
@@ -73,7 +73,7 @@ class AsyncLLM:
         # On a CPU the event loop and its tasks take cores away from the steps.
         self.pace = pace or (1000 if llm.config.device == "cpu" else 10_000)
         self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.inboxes: set[Inbox] = set()  # seen by the thread of steps alone
+        self.inboxes: set[AsyncInbox] = set()  # seen by the thread of steps alone
         self.num_failures = 0  # steps that failed since the last one that did not
         self.stopping = False
         self.dead: BaseException | None = None  # why the engine takes no more requests
@@ -131,7 +131,7 @@ class AsyncLLM:
     async def outputs(self, requests: list[Request]) -> AsyncIterator[RequestOutput]:
         """Run requests side by side and yield the outputs of all of them as they come. Those that
         are not finished when the generator ends are aborted."""
-        inbox = Inbox(self._doorbell())
+        inbox = AsyncInbox(self._doorbell())
         self._post(partial(self._submit, inbox, requests))
         num_unfinished = len(requests)
         try:
@@ -245,7 +245,7 @@ class AsyncLLM:
         except Exception:
             traceback.print_exc()
 
-    def _submit(self, inbox: "Inbox", requests: list[Request]) -> None:
+    def _submit(self, inbox: "AsyncInbox", requests: list[Request]) -> None:
         if self.dead is not None:
             inbox.fail(self._death())
             return
@@ -258,7 +258,7 @@ class AsyncLLM:
             inbox.fail(error)
             self._leave(inbox)
 
-    def _leave(self, inbox: "Inbox") -> None:
+    def _leave(self, inbox: "AsyncInbox") -> None:
         """Nobody takes from it any more: abort what still runs."""
         self.inboxes.discard(inbox)
         self.llm.abort(list(inbox.requests.values()))
@@ -304,10 +304,10 @@ class Doorbell:
     def __init__(self, loop: asyncio.AbstractEventLoop, pace: float):
         self.loop, self.pace = loop, pace
         self.lock = Lock()  # the inboxes take the same
-        self.rung: list[Inbox] = []
+        self.rung: list[AsyncInbox] = []
         self.resting = False
 
-    def ring(self, inbox: "Inbox") -> None:
+    def ring(self, inbox: "AsyncInbox") -> None:
         """Call it with the lock held, from any thread. A closed loop has no inboxes left."""
         self.rung.append(inbox)
         if len(self.rung) == 1 and not self.resting:
@@ -324,7 +324,7 @@ class Doorbell:
             self.loop.call_later(len(rung) / self.pace, self._answer)
 
 
-class Inbox:
+class AsyncInbox:
     """What one generator has not read yet: at most one output for each of its requests. It is the
     inbox of them all, so the engine hands it their outputs."""
 

@@ -30,7 +30,7 @@ NEEDED = {"message": "content", "function_call_output": "output"}  # an item mus
 
 
 @dataclass
-class Part:
+class AnswerPart:
     """Of an answer. kind: "thought", "said" or "call"; text: of a call its arguments."""
 
     kind: str
@@ -40,12 +40,14 @@ class Part:
     index: int = 0  # counted from 0 in a stream
 
 
-def parts_of(message: dict) -> list[Part]:
+def parts_of(message: dict) -> list[AnswerPart]:
     """Of a chat's message, or of a piece of one."""
     thought, said = message.get("reasoning_content"), message.get("content")
-    return [Part(kind, text) for kind, text in (("thought", thought), ("said", said)) if text] + [
-        Part("call", call["function"]["arguments"], call["function"]["name"], call["id"])
-        for call in message.get("tool_calls", ())]
+    texts = [AnswerPart(kind, text)
+             for kind, text in (("thought", thought), ("said", said)) if text]
+    calls = [AnswerPart("call", call["function"]["arguments"], call["function"]["name"], call["id"])
+             for call in message.get("tool_calls", ())]
+    return texts + calls
 
 
 class Language(Controls):
@@ -237,7 +239,7 @@ class ResponsesBody(Language):
 
     # ------------------------------------------------------------ its answer
 
-    def whole(self, name: str, chat: dict, parts: list[Part], choice: dict | None) -> dict:
+    def whole(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict | None) -> dict:
         """choice: the end of a chat's; None: it goes on."""
         cut = choice is not None and choice["finish_reason"] == "length"
         status = "in_progress" if choice is None else "incomplete" if cut else "completed"
@@ -256,7 +258,7 @@ class ResponsesBody(Language):
                 input_tokens_details=usage["prompt_tokens_details"],
                 output_tokens_details=usage["completion_tokens_details"]))
 
-    def _item(self, part: Part, status: str = "completed") -> dict:
+    def _item(self, part: AnswerPart, status: str = "completed") -> dict:
         content = [self._content(part)] if part.text else []
         if part.kind == "thought":
             return dict(type="reasoning", id=f"rs_{part.id}", summary=[], status=status,
@@ -269,7 +271,7 @@ class ResponsesBody(Language):
         return dict(type="function_call", id=f"fc_{part.id}", call_id=part.id, name=part.name,
                     arguments=part.text, status=status, **group)
 
-    def _content(self, part: Part) -> dict:
+    def _content(self, part: AnswerPart) -> dict:
         if part.kind == "thought":
             return dict(type="reasoning_text", text=part.text)
         return dict(type="output_text", text=part.text, annotations=[], logprobs=[])
@@ -279,7 +281,7 @@ class ResponsesBody(Language):
         return [dict(type=f"response.{kind}", response=response)
                 for kind in ("created", "in_progress")]
 
-    def _at(self, one: Part, kind: str, **more) -> dict:
+    def _at(self, one: AnswerPart, kind: str, **more) -> dict:
         """An event of a part that does not hold the whole item."""
         where = {} if one.kind == "call" else dict(content_index=0)
         if kind.startswith("output_text."):
@@ -287,17 +289,17 @@ class ResponsesBody(Language):
         return dict(type=f"response.{kind}", output_index=one.index, **where, **more,
                     item_id=self._item(one)["id"])
 
-    def opened(self, part: Part) -> list[dict]:
+    def opened(self, part: AnswerPart) -> list[dict]:
         item = dict(type="response.output_item.added", output_index=part.index,
                     item=self._item(part, "in_progress"))
         if part.kind == "call":
             return [item]
         return [item, self._at(part, "content_part.added", part=self._content(part))]
 
-    def grown(self, part: Part, text: str) -> list[dict]:
+    def grown(self, part: AnswerPart, text: str) -> list[dict]:
         return [self._at(part, f"{WRITTEN[part.kind]}.delta", delta=text)]
 
-    def ended(self, part: Part) -> list[dict]:
+    def ended(self, part: AnswerPart) -> list[dict]:
         done = f"{WRITTEN[part.kind]}.done"
         item = dict(type="response.output_item.done", output_index=part.index,
                     item=self._item(part))
@@ -306,7 +308,7 @@ class ResponsesBody(Language):
         return [self._at(part, done, text=part.text),
                 self._at(part, "content_part.done", part=self._content(part)), item]
 
-    def over(self, name: str, chat: dict, parts: list[Part], choice: dict) -> list[dict]:
+    def over(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict) -> list[dict]:
         response = self.whole(name, chat, parts, choice)
         return [dict(type=f"response.{response['status']}", response=response)]
 

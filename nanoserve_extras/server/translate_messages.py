@@ -21,7 +21,15 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic's rule, until Python 3.12
 
 from nanoserve_extras.server.errors import BadRequest
-from nanoserve_extras.server.translate import Language, Part, called, form_of, joined, texts, tool
+from nanoserve_extras.server.translate import (
+    AnswerPart,
+    Language,
+    called,
+    form_of,
+    joined,
+    texts,
+    tool,
+)
 
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"),
@@ -91,7 +99,7 @@ class MessagesBody(CountBody):
 
     # ------------------------------------------------------------ its answer
 
-    def whole(self, name: str, chat: dict, parts: list[Part], choice: dict) -> dict:
+    def whole(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict) -> dict:
         return dict(id=f"msg_{name}", type="message", role="assistant", model=chat["model"],
                     content=[self._block(part) for part in parts], **self._stop(choice),
                     usage=self._usage(chat))
@@ -108,7 +116,7 @@ class MessagesBody(CountBody):
             return dict(stop_reason="stop_sequence", stop_sequence=stop)
         return dict(stop_reason=reason and STOPS.get(reason, "end_turn"), stop_sequence=None)
 
-    def _block(self, part: Part, is_empty: bool = False) -> dict:
+    def _block(self, part: AnswerPart, is_empty: bool = False) -> dict:
         if part.kind == "call":
             try:
                 given = {} if is_empty else json.loads(part.text)
@@ -123,18 +131,18 @@ class MessagesBody(CountBody):
         none = dict(finish_reason=None, stop_reason=None)
         return [dict(type="message_start", message=self.whole(name, chat, [], none))]
 
-    def opened(self, part: Part) -> list[dict]:
+    def opened(self, part: AnswerPart) -> list[dict]:
         return [dict(type="content_block_start", index=part.index,
                      content_block=self._block(part, is_empty=True))]
 
-    def grown(self, part: Part, text: str) -> list[dict]:
+    def grown(self, part: AnswerPart, text: str) -> list[dict]:
         kind, key = DELTAS[part.kind]
         return [dict(type="content_block_delta", index=part.index,
                      delta={"type": kind, key: text})]
 
-    def ended(self, part: Part) -> list[dict]:
+    def ended(self, part: AnswerPart) -> list[dict]:
         return [dict(type="content_block_stop", index=part.index)]
 
-    def over(self, name: str, chat: dict, parts: list[Part], choice: dict) -> list[dict]:
+    def over(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict) -> list[dict]:
         return [dict(type="message_delta", delta=self._stop(choice), usage=self._usage(chat)),
                 dict(type="message_stop")]

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from nanoserve_extras.server.async_llm import Doorbell, Inbox
+from nanoserve_extras.server.async_llm import AsyncInbox, Doorbell
 
 
 class Loop:
@@ -40,9 +40,9 @@ def bell() -> Doorbell:
     return Doorbell(Loop(), pace=100)
 
 
-def inboxes(bell: Doorbell, count: int) -> list[Inbox]:
+def inboxes(bell: Doorbell, count: int) -> list[AsyncInbox]:
     async def make():  # an asyncio.Event wants a loop in older Pythons
-        return [Inbox(bell) for _ in range(count)]
+        return [AsyncInbox(bell) for _ in range(count)]
     return asyncio.run(make())
 
 
