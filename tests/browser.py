@@ -104,7 +104,7 @@ class Browser:
         self.events.clear()
         self("Page.navigate", url="about:blank")  # or only the fragment would change
         self("Page.navigate", url=path.as_uri() + fragment)
-        while self.js("location.href") == "about:blank" or not self.js("window.page"):
+        while self.js("location.href") == "about:blank" or not self.js("!!window.page"):
             assert not self.complaints(), self.complaints()
             time.sleep(0.01)  # until the data is uncompressed and the page has drawn itself
         self.settle()
