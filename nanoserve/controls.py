@@ -43,9 +43,9 @@ class Edits:
     """
 
     rows: torch.Tensor  # (r,) which of the batch's rows
-    # Rows with functions of their request's own: which of the r, whose, the output that they get.
+    # Rows with functions of their request's own: index in the r, sequence, the output they get.
     processors: list[tuple[int, Sequence, list[int]]] = field(default_factory=list)
-    failed: dict[Sequence, str] = field(default_factory=dict)  # what these have raised
+    failed: dict[Sequence, str] = field(default_factory=dict)  # their errors
     closed: torch.Tensor | None = None  # (c,) rows that allow only the tokens in `open`
     open: torch.Tensor | None = None  # (2, o) these tokens
     biased: torch.Tensor | None = None  # (2, b)
@@ -62,7 +62,7 @@ class Edits:
             try:
                 for function in seq.request.params.logits_processors:
                     logits[row] = processed(function, token_ids, logits[row])
-            except Exception as error:  # its request ends, whatever token the row gets
+            except Exception as error:  # the request ends, whatever token the row gets
                 self.failed[seq] = f"logits_processors: {error!r}"
         if self.closed is not None:
             rows, ids = self.open

@@ -64,12 +64,15 @@ class RankParts:
     traced: bool = False  # ranks tell when they computed
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
-    make_network: Callable[..., nn.Module] | None = None  # of (placement, tensors), for `decoder`
+    make_network: Callable[..., nn.Module] | None = None  # (placement, tensors): not a `Decoder`
     make_draft: Callable[["ModelRunner"], nn.Module] | None = None  # network 1, which drafts
     pooler: object = None  # it takes the place of the LM head and the sampler
-    make_adapters: Callable | None = None  # of (runner), when its weights are loaded
-    make_copier: Callable | None = None  # of (runner), when its cache is there
-    constraints: Constraints = field(default_factory=dict)  # of rows; rank 0's sampler reads them
+    # (network, hidden, finish), where another rank has the hidden states: gives an output on which
+    # `tolist` receives them and calls `finish`.
+    finish_later: Callable | None = None
+    make_adapters: Callable | None = None  # (runner), called when its weights are loaded
+    make_copier: Callable | None = None  # (runner), called when its cache is there
+    constraints: Constraints = field(default_factory=dict)  # rank 0's sampler reads them
     # What a rank above 0 does when it gets a message that is no step, by its first number.
     calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
 
@@ -104,7 +107,7 @@ class ModelRunner:
         self.kv_cache: KVCache = []
         self.unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
-        self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
+        self.last_tokens: torch.Tensor | None = None  # each row's newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see `start`
         self.adapters: object = None  # these two: see `RankParts`
@@ -284,12 +287,11 @@ class ModelRunner:
         finish = partial(sample, inputs=SamplingInputs.of(step, batch, self.parts.constraints),
                          batch=batch, compute_logits=model.compute_logits, ops=self.ops,
                          chosen=chosen)
-        if callable(hidden):  # another rank has them, and computes
-            return hidden(finish)
+        if self.parts.finish_later is not None:
+            return self.parts.finish_later(model, hidden, finish)
         output = finish(hidden)
-        # A graph has remembered what it chose.
-        if output.token_ids is not chosen and (self.config.async_scheduling or batch.network):
-            self._remember(batch, output.token_ids)
+        if not output.is_kept and (self.config.async_scheduling or batch.network):
+            self._keep(batch, output.token_ids)
         if size is not None:
             output.token_ids = output.token_ids[:len(step.sampling)]  # without the padding's
         return output
@@ -308,14 +310,14 @@ class ModelRunner:
         ids = self._known(batch.input_ids)
         hidden = self.model(ids, batch.positions, self.kv_cache, batch)
         token_ids = choose_plain(self.model.compute_logits(hidden), batch, self.ops)
-        self._remember(batch, token_ids)
+        self._keep(batch, token_ids)
         return hidden, token_ids
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
         """Put the last token of row r in the place of -1 - r."""
         return torch.where(ids < 0, self.last_tokens[(-1 - ids).clamp(min=0)], ids)
 
-    def _remember(self, batch: Batch, token_ids: torch.Tensor) -> None:
+    def _keep(self, batch: Batch, token_ids: torch.Tensor) -> None:
         """Keep sampled tokens on the device: the next step's input, not yet known to the host."""
         self.ranks.broadcast(token_ids)
         self.last_tokens[batch.sample_rows] = token_ids.to(torch.int32)

@@ -115,8 +115,9 @@ class SamplerOutput:
     """A step's results: on the device, and after `to_host` on their way to the host."""
 
     token_ids: torch.Tensor  # (s,) int64
-    logprobs: Logprobs | None = None  # of the rows that want them ...
-    logprob_rows: list[int] = field(default_factory=list)  # ... which are these
+    is_kept: bool = False  # whether a graph chose them, and has put them into `last_tokens`
+    logprobs: Logprobs | None = None  # for `logprob_rows`, which want them
+    logprob_rows: list[int] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # by position, in portions
     failed: dict[Sequence, str] = field(default_factory=dict)  # see `controls.Edits`
     ready: torch.cuda.Event | None = None  # when it has arrived
@@ -153,13 +154,14 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
     chosen, without the edits.
     """
     rows, positions = hidden.split((len(batch.logits_indices), len(batch.prompt_logprob_indices)))
-    if chosen is None or inputs.edits is not None or inputs.logprob_rows:
+    is_kept = chosen is not None and inputs.edits is None
+    if not is_kept or inputs.logprob_rows:
         logits = compute_logits(rows)  # (s, vocab_size)
         if logits is None:
             chosen = batch.logits_indices.long()
-        elif chosen is None or inputs.edits is not None:
+        elif not is_kept:
             chosen = choose(logits, batch, inputs, ops)
-    output = SamplerOutput(chosen, failed=inputs.edits.failed if inputs.edits else {})
+    output = SamplerOutput(chosen, is_kept, failed=inputs.edits.failed if inputs.edits else {})
     if inputs.logprob_rows and logits is not None:
         asked = put(inputs.logprob_rows, torch.int64, device=logits.device)
         output.logprobs = score(logits.index_select(0, asked), chosen[asked], inputs.num_logprobs)

@@ -26,7 +26,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -166,27 +165,28 @@ class Stage(Decoder):
                 self.disk.take(layer)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                batch: Batch, wanted: torch.Tensor) -> torch.Tensor | Callable:
-        """`Decoder.forward`, from the embedding to the last norm, on rank 0; or what becomes its
-        step's output later. The other ranks return what stands in for it."""
+                batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
+        """`Decoder.forward`, from the embedding to the last norm, on rank 0. The other ranks return
+        a stand-in, and so does rank 0 if the last stage's result is awaited later."""
         if self.is_alone:
             return super().forward(input_ids, positions, kv_cache, batch, wanted)
-        number = self.world.number
-        stream = self.receive(len(input_ids), number) if self.stage else self.embed(input_ids)
-        span = [time.time()]
+        stream = self.receive(len(input_ids)) if self.stage else self.embed(input_ids)
+        self.span = [time.time()]
         hidden, residual = self.through(stream, positions, kv_cache, batch, wanted)
         stream = hidden + residual
-        span.append(time.time())
+        self.span.append(time.time())
         if len(stream):
             self.world.send(stream, self.behind)
         if self.stage and self.traced:
-            self.world.send(torch.tensor(span, dtype=torch.float64), 0)
-        if self.width == 1:
-            return partial(Later, self, len(wanted), number, span)
-        return stream[:len(wanted)] if self.stage else self.norm(self.receive(len(wanted), number))
+            self.world.send(torch.tensor(self.span, dtype=torch.float64), 0)
+        if self.stage or self.width == 1:
+            return stream[:len(wanted)]
+        return self.norm(self.receive(len(wanted)))
 
-    def receive(self, num_rows: int, number: int) -> torch.Tensor:
+    def receive(self, num_rows: int, number: int | None = None) -> torch.Tensor:
+        """number: the step's, if it is not the present one (`Ranks.receive`)."""
         stream = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype)
+        number = self.world.number if number is None else number
         return self.world.receive(stream, self.before, number) if num_rows else stream
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -194,14 +194,13 @@ class Stage(Decoder):
 
 
 class Later:
-    """In the place of a step's output: rank 0 receives the hidden states of its `num_rows` when the
-    engine asks for its tokens. finish: makes the output of them. spans: which stage computed from
-    when to when, in seconds since 1970; between hosts as exact as their clocks."""
+    """In the place of a step's output: rank 0 receives the hidden states when the engine asks for
+    the tokens. hidden: stands in for them. finish: makes the output of them. spans: which stage
+    computed from when to when, in seconds since 1970; between hosts as exact as their clocks."""
 
-    def __init__(self, stage: Stage, num_rows: int, number: int, span: list[float],
-                 finish: Callable):
-        self.stage, self.num_rows, self.number, self.finish = stage, num_rows, number, finish
-        self.spans = [(0, *span)]
+    def __init__(self, stage: Stage, hidden: torch.Tensor, finish: Callable):
+        self.stage, self.num_rows, self.finish = stage, len(hidden), finish
+        self.number, self.spans = stage.world.number, [(0, *stage.span)]
         if not stage.stage:
             stage.coming.append(self)
 
@@ -266,6 +265,7 @@ class LayerPlan(Extra):
                              "out, or put some there with layer_plan={'disk': n}")
         return replace(plan, parts=replace(
             plan.parts, decoder=Builder(self.plan, plan.parts.traced),
+            finish_later=Later if len(self.plan) > 1 and config.tensor_parallel_size == 1 else None,
             calls=plan.parts.calls | {DEPLOY: rebuild}))
 
     def attach(self, engine: LLMEngine) -> None:

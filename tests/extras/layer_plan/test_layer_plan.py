@@ -98,7 +98,7 @@ def test_steps_in_flight_change_no_text(name, options, checkpoints, prompts, ran
                 assert (ids, text) == theirs[1:3]
                 assert values(scored) == pytest.approx(values(theirs[0]), abs=1e-4)
                 assert values(logprobs) == pytest.approx(values(theirs[3]), abs=1e-4)
-        assert most == llm.config.num_stages == llm.depth + 1
+        assert most == llm.config.steps_at_once == llm.depth + 1
 
 
 def values(entries) -> list[float]:
