@@ -41,7 +41,7 @@ AGAIN = "again"  # padding that repeats the last number
 class Section(NamedTuple):
     """Numbers of one kind, which lie together in the buffer."""
 
-    per: str  # what there is one for, see `BatchBuilder`
+    per: str  # there is a number for each of these: see `BatchBuilder`
     padding: int | str | None  # the number in rows of padding; None: those have none
     dtype: np.dtype
     torch_dtype: torch.dtype
@@ -75,8 +75,8 @@ class Batch:
     cu_seqlens_q: torch.Tensor = section("start", AGAIN)  # (b + 1,)
     seq_lens: torch.Tensor = section("row", 0)
     logits_indices: torch.Tensor = section("sample", 0)  # the tokens whose logits are sampled
-    sample_rows: torch.Tensor = section("sample", -1)  # whose they are, by `Sequence.row`
-    prompt_logprob_indices: torch.Tensor = section("token", None)  # whose logits score a prompt
+    sample_rows: torch.Tensor = section("sample", -1)  # the `Sequence.row` of each
+    prompt_logprob_indices: torch.Tensor = section("token", None)  # their logits score a prompt
     block_tables: torch.Tensor = section("block", 0)  # (b, w) w: blocks of the longest table
     adapter_ids: torch.Tensor = section("row", None)  # 0 for none; empty where no row has one
     block_moves: torch.Tensor = section("move", None)  # to and from the host's memory
@@ -85,7 +85,7 @@ class Batch:
     num_unknown: int  # inputs below zero
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
-    network: int = 0  # which network computes it, see Step
+    network: int = 0  # see `Step`
 
     @classmethod
     def views(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
@@ -136,9 +136,9 @@ class BatchBuilder:
         self.block_size, width = block_size, -(-max_model_len // block_size)
         num_samples = max_num_seqs + min(max_num_seqs * num_drafts, max_num_batched_tokens)
         most = {"token": max_num_batched_tokens, "row": max_num_seqs,
-                "start": max_num_seqs + 1,  # of each row, and the end of the last
+                "start": max_num_seqs + 1,  # each row's, and the end of the last
                 "block": max_num_seqs * width,
-                "sample": num_samples, "params": num_samples,  # its sequence's, in every step
+                "sample": num_samples, "params": num_samples,  # sent in every step
                 "move": 4 * MAX_MOVES}  # saves and loads, of two numbers each
         size = HEADER + sum(most[one.per] * one.dtype.itemsize // 4 for one in SECTIONS.values())
         pin = device.type == "cuda"

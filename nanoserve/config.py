@@ -56,7 +56,7 @@ class EngineConfig(Options):
     """
 
     model: str = option(MISSING, rules.MODEL)
-    revision: str | None = option(None, rules.TEXT)  # of a hub id: a branch, a tag or a commit
+    revision: str | None = option(None, rules.TEXT)  # a branch, a tag or a commit of a hub id
     tokenizer: str | None = option(None, rules.FOLDER)
     skip_tokenizer_init: bool = option(False, rules.FLAG)
     dtype: str = option("auto", rules.DTYPE)  # "auto": the checkpoint's own
@@ -68,7 +68,7 @@ class EngineConfig(Options):
     max_model_len: int | None = option(None, rules.COUNT)  # prompt plus output, in tokens
     max_num_batched_tokens: int | None = option(None, rules.COUNT)  # the token budget of one step
     max_num_seqs: int | None = option(None, rules.COUNT)  # sequences running at the same time
-    gpu_memory_utilization: float = option(0.9, rules.SHARE)  # of a GPU, for weights and KV
+    gpu_memory_utilization: float = option(0.9, rules.SHARE)  # share of a GPU for weights and KV
     kv_cache_memory_bytes: int | None = option(None, rules.COUNT)  # the KV cache's size, if given
     kv_cache_dtype: str = option("auto", rules.KV_DTYPE)  # "auto": the dtype of the model
     num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the same, in blocks
@@ -80,7 +80,7 @@ class EngineConfig(Options):
     hf_overrides: dict | None = option(None, rules.OVERRIDES)  # entries laid over config.json
     trust_remote_code: bool = option(False, rules.FLAG)  # the tokenizer's, and no model's
     device: str = option("auto", rules.DEVICE)
-    kernels: str = option("auto", choice(*KERNELS))  # whose operators: see device/choice.py
+    kernels: str = option("auto", choice(*KERNELS))  # the operators: see device/choice.py
     async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
 
     def __post_init__(self):
@@ -131,17 +131,17 @@ class SamplingParams:
     frequency_penalty: float = control(0.0, rules.PENALTY)  # as often as it is there
     repetition_penalty: float = control(1.0, rules.FACTOR)  # divides; the prompt's tokens, too
     temperature: float = option(1.0, number(0))  # 0: greedy
-    top_p: float = option(1.0, rules.SHARE)  # the likeliest tokens that have it together
-    top_k: int = option(0, number(-1, whole=True))  # 0 or -1: all tokens
-    min_p: float = option(0.0, number(0, 1))  # none less likely than the likeliest times this
+    top_p: float = option(1.0, rules.SHARE)  # draw among the likeliest tokens that sum to this
+    top_k: int = option(0, number(-1, whole=True))  # draw among so many likeliest; 0 or -1: all
+    min_p: float = option(0.0, number(0, 1))  # drop tokens below this share of the top one
     seed: int | None = option(None, rules.WHOLE)  # None: the engine's and the arrival number
     stop: str | list[str] | None = option(None, rules.TEXTS)
     stop_token_ids: list[int] | None = option(None, rules.TOKEN_IDS)
     ignore_eos: bool = option(False, rules.FLAG)
     max_tokens: int | None = option(16, rules.COUNT_OR_NONE)  # None: up to max_model_len
     min_tokens: int = control(0, rules.SIZE)  # no EOS, stop token or stop string before so many
-    logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of each token, and of the likeliest
-    prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of the prompt's
+    logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # each token's, and so many likeliest
+    prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # the same for the prompt
     detokenize: bool = option(True, rules.FLAG, offline=True)
     skip_special_tokens: bool = option(True, rules.FLAG)
     include_stop_str_in_output: bool = option(False, rules.FLAG)

@@ -54,11 +54,11 @@ class Plan:
     model_config: ModelConfig
     folder: Path  # the checkpoint's
     tokenizer: Tokenizer | None
-    make_inputs: Callable  # what checks requests: `InputProcessor`, or what takes its place
+    make_inputs: Callable  # makes `InputProcessor`, which checks requests, or another
     parts: RankParts = field(default_factory=RankParts)  # for the runner of each rank
     make_pooler: Callable | None = None  # for a network that brings its own pooler
     network: str = "nanoserve"  # who wrote it
-    draft_folder: Path | None = None  # of the network that drafts: its KV lies in the same blocks
+    draft_folder: Path | None = None  # a network that drafts: its KV lies in the same blocks
     notes: tuple[str, ...] = ()  # for the line at the start
 
 
@@ -202,7 +202,7 @@ class LLMEngine:
         with self.turns.interruptible():
             token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
         for seq, error in (step.failed | step.output.failed).items():
-            if seq.finish_reason is None:  # its request ends, and no other
+            if seq.finish_reason is None:  # this request ends, and no other
                 say(why := f"request {seq.request.request_id}: {error}")
                 self._end([self.requests[seq.request.request_id]], why)
         for seq, positions in step.prompt_logprob_positions.items():
@@ -261,7 +261,7 @@ class LLMEngine:
         def work() -> None:
             errors = self._end(requests)
             while self.scheduler.in_flight and not self.requests:  # nobody else will end these
-                self.advance()  # which schedules nothing, and takes one step's result
+                self.advance()  # schedules nothing, and takes one step's result
             if errors:
                 raise errors[0]
         self.turns.post(work)

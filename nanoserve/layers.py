@@ -237,7 +237,7 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device):
         super().__init__()
-        frequencies = rope_frequencies(head_dim, rope).repeat(2).to(device)  # of both halves
+        frequencies = rope_frequencies(head_dim, rope).repeat(2).to(device)  # both halves
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.scale = rope.attention_factor
 

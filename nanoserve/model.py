@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         self.left_out = 0  # bytes of a wrapping's towers, which were passed over
         self.most_rows = 2 ** 31  # sequences whose states it can keep: there is no limit
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
-        self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)  # of each layer's keys
+        self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)  # one a layer
         vocabulary = on.ranks.share(config.vocab_size)
         self.embed_tokens = on.embedding(vocabulary, config.hidden_size, on,
                                          tied=config.tie_word_embeddings)

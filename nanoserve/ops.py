@@ -221,7 +221,7 @@ def floors(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     # p = .4 .3 .2 .1 and top_p = .6: before them lie 0 .4 .7 .9, the first two stay.
     keep &= (p.cumsum(-1) - p < top_p[:, None]) | (top_p[:, None] >= 1)
     keep[:, 0] = True  # also where float32 rounds top_p to 0
-    edge = keep.sum(-1, keepdim=True) - 1  # what is kept stands in front
+    edge = keep.sum(-1, keepdim=True) - 1  # the kept tokens stand in front
     return ranked.gather(-1, edge)[:, 0], ids.gather(-1, edge)[:, 0].int()
 
 

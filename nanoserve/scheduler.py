@@ -312,7 +312,7 @@ class Scheduler:
         grown: dict[Sequence, list[int]] = {}
         for seq, tokens in step.outcome(sampled).items():
             seq.num_unknown_tokens -= 1
-            if step.drafts:  # of 5 drafts 3 are right: 6 computed, 4 count
+            if step.drafts:  # 3 of 5 drafts are right: 6 computed, 4 count
                 seq.num_computed_tokens -= len(step.drafts.get(seq, ())) + 1 - len(tokens)
             if seq.finish_reason is None:
                 seq.token_ids += tokens

@@ -57,7 +57,7 @@ class CoreRequest:
     eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
     late_ids: frozenset[int] = frozenset()  # tokens not allowed before params.min_tokens
     bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
-    adapter_id: int = 0  # of its LoRA adapter, 0 for none
+    adapter_id: int = 0  # 0: no LoRA adapter
     root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: pixels' hashes
 
@@ -82,7 +82,7 @@ class Sequence:
 
     request: CoreRequest
     token_ids: list[int]  # prompt, then the output whose value is known
-    index: int = 0  # which of the request's n samples
+    index: int = 0  # 0 to n - 1 of the request's samples
     seed: int = 0  # 64 bits; with the position it fixes the random number of each token
     num_prompt_logprobs: int = 0
     num_prompt_tokens: int = field(init=False)
@@ -151,7 +151,7 @@ class Step:
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
     sampling: list[Sequence] = field(default_factory=list)  # they close their gap: each samples
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each draft: one sample more
-    network: int = 0  # which network computes it; 1 drafts for 0, greedily
+    network: int = 0  # the one that computes it; 1 drafts for 0, greedily
     shift: int = 0  # 1: a position's input is the token behind it
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     budget: int = 0  # how many more tokens it may compute
@@ -168,7 +168,7 @@ class Step:
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     failed: dict[Sequence, str] = field(default_factory=dict)  # ends with it, and why
-    output: object = None  # of the launched step, on its way to the host: `sampler.SamplerOutput`
+    output: object = None  # `sampler.SamplerOutput`, once the step is launched
 
     @property
     def num_tokens(self) -> int:

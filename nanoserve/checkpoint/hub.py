@@ -7,16 +7,14 @@ reads are fetched. Pickled weights are fetched only where there are no others.
 
 Invariant: the caller gets a folder, or a `ValueError` that names the option, the value and the
 reason. An engine that went on with an empty folder would answer with random text (nano-vllm #97).
-
-Not known here: what the files say.
 """
 
 from pathlib import Path
 
-HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # what is always fetched
+HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # always fetched
 READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
 BUNDLED = Path(__file__).parent.parent / "assets"
-HUB_CODE = ["*.py", "*.tiktoken"]  # what `trust_remote_code` allows to run, and its vocabularies
+HUB_CODE = ["*.py", "*.tiktoken"]  # for `trust_remote_code`: code, and its vocabularies
 
 
 def find_model(model: str | Path, option: str = "model", weights: bool = True,

@@ -17,8 +17,6 @@ of the others are translated here:
 Invariant: **every part of every parameter is written exactly once.** A tensor that has no place, a
 place that gets no tensor, and a tensor that comes twice are errors with names. Engines that skip
 this check answer with random text when a glob finds nothing (nano-vllm #97).
-
-Not known here: devices, what a share is, what the weights are for.
 """
 
 import pickle
@@ -97,7 +95,7 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
             raise ValueError(f"{file}: the tensor {name} does not match config.json: {error}") \
                 from None
     if tied_head is not None and (fill := missing.pop("embed_tokens.weight", None)):
-        fill(tied_head[1])  # which safetensors' `save_model` keeps of the two
+        fill(tied_head[1])  # safetensors' `save_model` keeps this one of the two
     if missing:
         names = sorted(name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
                        for name in missing)
@@ -165,7 +163,7 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
     parameter repeats its first million numbers, because drawing all of them is slow.
     """
     for module in model.modules():
-        if hasattr(module, "make_room"):  # its weight is there only while it is loaded
+        if hasattr(module, "make_room"):  # a layer with a weight only while it is loaded
             module.make_room()
         for parameter in module.parameters(recurse=False):
             seed += 1

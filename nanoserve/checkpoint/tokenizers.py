@@ -7,8 +7,6 @@ them all.
 Invariant: a tokenizer that can't be loaded is an error with a remedy, never an empty one.
 transformers makes up an empty tokenizer where the files are missing, and every text would then be
 encoded to nothing.
-
-Not known here: how tokens become text while they arrive (frontend/detokenizer.py).
 """
 
 from collections.abc import Sequence

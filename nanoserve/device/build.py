@@ -16,7 +16,7 @@ once, one builds and the others wait.
 Threads are OpenMP's. torch has loaded an OpenMP library already, and a second one would be a second
 set of threads that fights the first for the cores, so this library is linked to torch's own file.
 
-`CXX` names another compiler, `CXXFLAGS` adds flags. Not known here: what the functions do.
+`CXX` names another compiler, `CXXFLAGS` adds flags.
 """
 
 import ctypes

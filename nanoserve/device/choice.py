@@ -10,8 +10,6 @@
 
 Invariant: a slow path is never silent. A slower choice that the user left open is reported on
 standard error; a choice that the user made and the machine lacks is an error with the remedy.
-
-Not known here: models, memory (`describe` asks the runner).
 """
 
 import shutil

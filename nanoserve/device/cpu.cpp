@@ -87,7 +87,7 @@ inline void fetch(const void *at) { __builtin_prefetch(at, 0, 2); }
 template <class T> struct Plain {
     using Sum = Vector;
     using Line = Bits;
-    static constexpr int VECTORS = PANEL / LANES, WORDS = PANEL;  // of a panel's unit, as stored
+    static constexpr int VECTORS = PANEL / LANES, WORDS = PANEL;  // a panel's unit, as stored
     static Line load(const uint32_t *at, int part) {
         Line line;
         std::memcpy(&line, at + part * LANES, sizeof line);
@@ -209,7 +209,7 @@ template <class X> float pack_whole(const X *x, long count, uint32_t *units) {
 
 // How rows are cut into tiles: as few as registers allow, of equal size; the last is filled up.
 struct Tiling {
-    int rows, panels;  // of a tile
+    int rows, panels;  // sizes of a tile
     long tiles;
     explicit Tiling(long count) {
         panels = count <= MAX_ROWS[4] ? 4 : count <= MAX_ROWS[2] || LANES == 16 ? 2 : 1;
@@ -370,7 +370,7 @@ template <class T> struct Cache {
     long kv_heads, stored, block_size;
     bool is_small = stored % PANEL != 0;  // the shape has a scale's 4 bytes behind a token's head
     long padded = is_small ? stored - 4 : stored;
-    static constexpr long N = PER_UNIT<T>, V_UNITS = PANEL / N;  // of a tile's tokens
+    static constexpr long N = PER_UNIT<T>, V_UNITS = PANEL / N;  // a tile's tokens
     long size() const { return padded * V_UNITS; }  // units of a tile's KV head, of K as of V
     long words() const { return is_small ? padded * PANEL / 4 + PANEL : size(); }  // as stored
     uint32_t *keys(long tile, long head) const { return k + (tile * kv_heads + head) * words(); }
@@ -396,7 +396,7 @@ template <class T> struct Cache {
         for (long i = 0; i < size; i++) largest = std::max(largest, std::abs(wide(x[i])));
         const float scale = largest / 127;
         std::memcpy(tile + padded * PANEL / 4 + lane, &scale, 4);
-        const float step = std::max(scale, 1.17549435e-38f);  // of a head of zeros
+        const float step = std::max(scale, 1.17549435e-38f);  // a head of zeros has 0
         for (long i = 0; i < size; i++)
             numbers[at(i, lane)] = char(int8_t(std::nearbyint(wide(x[i]) / step)));
     }
@@ -450,7 +450,7 @@ void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight,
 
 // ---------------------------------------------------------------- attention
 
-constexpr long TILES_AT_ONCE = 8;  // whose scores are computed before the softmax moves on
+constexpr long TILES_AT_ONCE = 8;  // their scores are computed before the softmax moves on
 
 // A part of a tile that belongs to a row: `count` lanes from `lane` on, the first at `position`;
 // and the tile's panels, for one KV head.
@@ -466,7 +466,7 @@ template <class T> struct Attention {
     const int32_t *tables, *seq_lens, *starts;  // starts: cu_seqlens_q
     long table_stride, heads, head_dim, window;
     float scale, softcap;
-    const float *sinks;  // of each head, or null
+    const float *sinks;  // one a head, or null
     Cache<T> cache;
     T *out;
     // Whether a small cache is multiplied as it is stored.
@@ -688,7 +688,7 @@ template <class T> struct Attention {
     }
 };
 
-constexpr long ROWS_AT_ONCE = 64;  // of a product: queries times heads of a group
+constexpr long ROWS_AT_ONCE = 64;  // a product's: queries times heads of a group
 
 template <class T>
 void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
@@ -715,7 +715,7 @@ void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables
 
 // ----------------------------------------------------------- the delta rule
 
-constexpr long COLUMNS = 64;  // of a state, which don't know of each other: with 128 keys 32 KB
+constexpr long COLUMNS = 64;  // a state's columns are independent: with 128 keys 32 KB
 constexpr int WIDTH = COLUMNS / LANES;
 using Line = Vector[WIDTH];
 
@@ -798,7 +798,7 @@ struct Floor { float floor; double above; };
 
 template <class Weight>
 Floor cut(const float *x, long size, float low, double target, const Weight &weight) {
-    const auto bin_of = [](float number) {  // of a negative one all bits but the sign are turned
+    const auto bin_of = [](float number) {  // a negative one has all bits but the sign turned
         const uint32_t bits = as_bits(number + 0.0f);
         return (bits >> 31 ? ~bits : bits | 0x80000000) >> 20;
     };

@@ -8,7 +8,7 @@ cache, and sizes that no argument has by itself.
     x (rows, inputs), panels ─ linear ─► (rows, outputs)
 
 Importing this module compiles the library if need be, and raises `BuildError` where that can't be
-done. float16 is computed in float32. Not known here: layers, ranks.
+done. float16 is computed in float32.
 """
 
 from math import prod
@@ -29,10 +29,10 @@ __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors",
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
 IS_GELU = {"silu": False, "gelu_tanh": True}
 COMPILED = load()
-LIBRARY = functions_of(COMPILED)  # what is passed by name are sizes, which arguments must fit
+LIBRARY = functions_of(COMPILED)  # arguments passed by name are sizes, which the others must fit
 
 
-class Panels(NamedTuple):
+class PackedWeight(NamedTuple):
     """A packed weight: the panels' 32-bit units, and the shape and dtype of the original."""
 
     memory: torch.Tensor
@@ -40,17 +40,17 @@ class Panels(NamedTuple):
     dtype: torch.dtype
 
 
-def pack(weight: torch.Tensor) -> Panels:
-    return_freed_memory()  # of the matrix before: else a model is in memory nearly twice
+def pack(weight: torch.Tensor) -> PackedWeight:
+    return_freed_memory()  # the last matrix's: else a model is in memory nearly twice
     weight = in_float32(weight).contiguous()
     *count, outputs, inputs = weight.shape
     units = -(-inputs * weight.itemsize // 4)
     memory = zeros(prod(count), -(-outputs // PANEL), units, PANEL, dtype=torch.int32)
     LIBRARY.pack(weight.view(prod(count), outputs, inputs), memory)
-    return Panels(memory, tuple(weight.shape), weight.dtype)
+    return PackedWeight(memory, tuple(weight.shape), weight.dtype)
 
 
-def linear(x: torch.Tensor, packed: Panels, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     return LIBRARY.product(x.contiguous(), None, packed, bias)
 
 
@@ -69,8 +69,9 @@ def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return LIBRARY.act_and_mul(gate_up, IS_GELU[activation], size=size, _both=2 * size)
 
 
-def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up_proj: Panels,
-            down_proj: Panels, first_expert: int, activation: str) -> torch.Tensor:
+def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+            gate_up_proj: PackedWeight, down_proj: PackedWeight, first_expert: int,
+            activation: str) -> torch.Tensor:
     return LIBRARY.experts(hidden, weights, ids, gate_up_proj, down_proj, first_expert,
                            IS_GELU[activation], _both=2 * down_proj.shape[2])
 
@@ -96,7 +97,7 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
                     k_weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
                     sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                     slot_mapping: torch.Tensor) -> torch.Tensor:
-    _, heads, size = qkv.shape  # of q, k and v; the size must be even
+    _, heads, size = qkv.shape  # heads: all of q, k and v; the size must be even
     return LIBRARY.norm_rope_store(
         qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slot_mapping,
         heads=heads - 2 * k_cache.shape[2], size=size - size % 2,

@@ -22,9 +22,9 @@ logprobs multiplies with the LM head once more.
 Invariants: a replay gives what the recorded function would have given, bit for bit. A recording
 that fails never ends an engine, whose steps then run one by one.
 
-Not known here: what is recorded. The model runner hands in the function, and, for a machine without
-a GPU, a class that can stand in for `CudaGraph`. Road not taken: piecewise graphs with attention
-left out, which can record prompts as well, and take many more launches for decodes.
+The model runner hands in the function that is recorded, and, for a machine without a GPU, a class
+that can stand in for `CudaGraph`. Piecewise graphs with attention left out could record prompts as
+well, and would take many more launches for decodes.
 """
 
 import sys
@@ -39,7 +39,7 @@ from tqdm import tqdm
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.sequence import Step
 
-Recorded = tuple[torch.Tensor, ...]  # what the function returned: the same memory at every replay
+Recorded = tuple[torch.Tensor, ...]  # the function's results: the same memory at every replay
 
 
 class CudaGraph:

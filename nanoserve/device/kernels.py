@@ -17,8 +17,8 @@ a GPU: their keys are split over programs whose results `_combine_kernel` joins 
 
 Invariant: a launch depends on shapes and on `num_decodes` alone, never on a length; what varies is
 read from the device. So a CUDA graph of a launch stays valid, and nothing is tuned at run time.
-Road not taken: a work list of prefill tiles made on the host, which would be one more copy a step;
-instead a tile finds its row in `cu_seqlens_q` with log2(rows) reads.
+A list of prefill tiles made on the host would be one more copy a step; instead a tile finds its row
+in `cu_seqlens_q` with log2(rows) reads.
 """
 
 from functools import cache, partial
@@ -101,7 +101,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         splits = _num_splits(num_decodes, num_kv_heads, arch)
         if splits == 1:
             launch("decode", num_decodes, 1, out)
-        else:  # of each split its weighted sum, and its highest score and sum of weights
+        else:  # each split gives a weighted sum, its highest score and its sum of weights
             shape, on = (splits, num_decodes, num_heads), dict(dtype=torch.float32, device=q.device)
             sums, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
             launch("decode", num_decodes, splits, sums, stats)

@@ -6,8 +6,8 @@ first token to its last, and no two programs share a number:
     state of a head, (key_dim, value_dim)     | 0..15 | 16..31 | ... |    a program for each part
                                                  ▲ k, q: all of them; v, out: 16 numbers each
 
-Known limit: a chunk is gone through token by token, without tensor cores. Not known here: which
-slots are whose. Road not taken: the rule's chunked form, whose sums are in another order.
+Known limit: a chunk is gone through token by token, without tensor cores. The sums of the rule's
+chunked form would be in another order.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from nanoserve.device.kernels_fused import FMA
 
-STATE_COLUMNS = 16  # of a state of 128 keys, 64 numbers a lane of the only warp: sums meet there
+STATE_COLUMNS = 16  # with 128 keys 64 numbers a lane of the only warp: sums meet there
 
 
 @triton.jit(do_not_specialize_on_alignment=["sources", "slots", "starts"])

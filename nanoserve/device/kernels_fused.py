@@ -14,8 +14,7 @@ atomics): the same call gives the same bits.
 
 Launch parameters are constants or stand in a table; nothing is tuned at run time. The last
 dimension of every tensor is contiguous; rows may be further apart (views of one larger matrix).
-Roads not taken: `torch.compile`, which costs guards on every call and may recompile in the middle
-of a request.
+`torch.compile` would cost guards on every call, and may recompile in the middle of a request.
 """
 
 from functools import cache
@@ -82,7 +81,7 @@ def _put(out, at, left, right, mask, scales, head_at, here, HEAD_DIM: tl.constex
         top = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
         scale = tl.div_rn(top, 127.0)
         tl.store(scales + head_at, scale, here)
-        scale = tl.maximum(scale, 1.1754943508222875e-38)[:, None]  # of a head of zeros
+        scale = tl.maximum(scale, 1.1754943508222875e-38)[:, None]  # a head of zeros has 0
         # 1.5 * 2^23 has no digits behind the point: adding it rounds, ties to even.
         left = tl.div_rn(left, scale) + 12582912.0 - 12582912.0
         right = tl.div_rn(right, scale) + 12582912.0 - 12582912.0
@@ -95,7 +94,7 @@ def _norm_rotate(x, out, at, mask, scales, head_at, here, weight, eps, cos, sin,
                  HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
     """Normalise and rotate a tile of heads of one token: x and out point at the token's first."""
     dtype: tl.constexpr = x.dtype.element_ty
-    i = tl.arange(0, HALF)  # of the pair (i, i + head_dim / 2)
+    i = tl.arange(0, HALF)  # a pair is (i, i + head_dim / 2)
     inside = i < HEAD_DIM // 2
     left = tl.load(x + at, mask, 0).to(tl.float32)
     right = tl.load(x + at + HEAD_DIM // 2, mask, 0).to(tl.float32)
@@ -135,7 +134,7 @@ def _norm_rope_store_kernel(q, k, v, out, q_weight, k_weight, eps, cos, sin, k_c
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-            head_at = block * (block_stride // 4) + head * BLOCK_SIZE + slot  # of its scale
+            head_at = block * (block_stride // 4) + head * BLOCK_SIZE + slot  # where its scale is
             first = block * block_stride + slot * slot_stride
             _norm_rotate(k + token * qkv_stride, k_cache + first, at, mask, k_scales, head_at, here,
                          k_weight, eps, cos, sin, HEAD_DIM, HALF)
@@ -261,7 +260,7 @@ def _experts_kernel(x, weight, out, order, starts, size, inputs, num_experts,
     own = at < tl.load(starts + expert + 1)
     pair = tl.load(order + at, own, 0).to(tl.int64)  # (M,)
     n, k = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K)
-    rows: tl.constexpr = 1 if ACTIVATION is None else 2  # its matrix: (rows * size, inputs)
+    rows: tl.constexpr = 1 if ACTIVATION is None else 2  # an expert's matrix: (rows * size, inputs)
     x += (pair // PAIRS_PER_ROW)[:, None] * inputs + k[None, :]
     weight += expert.to(tl.int64) * rows * size * inputs + n[:, None] * inputs + k[None, :]
     total = tl.zeros((M, N), tl.float32)

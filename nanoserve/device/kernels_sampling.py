@@ -7,8 +7,7 @@ no logit is sorted or written:
     logits ──► bisection for the number from which on the weight reaches k, or p ──► floors
 
 Invariants: those of kernels_fused. Nothing waits for the device, the same call gives the same bits.
-Road not taken: Philox for random numbers: forty multiplications a logit where SplitMix64 takes
-three.
+Random numbers are SplitMix64's, which takes three multiplications a logit; Philox takes forty.
 """
 
 import torch

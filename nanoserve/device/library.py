@@ -19,8 +19,8 @@ Invariant: no address is handed over unless dtype, shape, order and device fit. 
 not raise, it would read or write another object's memory. Numbers that are used as indices (slots,
 tables, ids) are trusted: batch.py makes them.
 
-Not known here: what the functions do. Road not taken: operators that torch knows (torch.library),
-for which C++ must include torch's headers, and then compiles much longer.
+For operators that torch knows (torch.library) C++ would have to include torch's headers, and then
+compile much longer.
 """
 
 import ctypes

@@ -17,8 +17,8 @@ step has freed is kept for the next one (`keep_freed_memory`): the first use of 
 more than the arithmetic on it. Weights and caches ask for large pages (`zeros`), and the cache's
 become resident block by block.
 
-Not known here: models, block tables. Road not taken: sizing the cache by trial until memory is
-exhausted; a laptop that swaps is worse than a small cache.
+The cache is not sized by trial until memory is exhausted: a laptop that swaps is worse than a small
+cache.
 """
 
 import ctypes
@@ -34,12 +34,12 @@ import torch
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.sequence import CoreRequest, Sequence, Step
 
-CPU_MEMORY_SHARE = 0.25  # of what is free
+CPU_MEMORY_SHARE = 0.25  # a share of the free memory
 MIN_CACHE_TOKENS = 2 ** 16
 UNKNOWN_MEMORY = 2 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
 GB = 2 ** 30
 # glibc's names in malloc.h, and their values: keep so much free memory at the heap's end; allocate
-# what is smaller than this on the heap (the highest value allowed); extend the heap by this much.
+# on the heap if smaller than this (the highest value allowed); extend the heap by this much.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_MEMORY = {M_TRIM_THRESHOLD: GB, M_MMAP_THRESHOLD: 2 ** 25, M_TOP_PAD: 2 ** 26}
 # What a row of the largest step asks for: whatever takes memory in the sampler.
@@ -186,7 +186,7 @@ def memory_for(what: str) -> Iterator[None]:
     """Raises `ValueError` if memory runs out inside. what: what it is for, and the remedy."""
     try:
         yield
-    except (RuntimeError, MemoryError, OSError, OverflowError) as error:  # of torch, numpy, mmap
+    except (RuntimeError, MemoryError, OSError, OverflowError) as error:  # torch's, numpy's, mmap's
         raise ValueError(f"no memory for {what}") from error
 
 

@@ -15,8 +15,8 @@ folder, by device, library, versions, dtype and shapes: later starts read a line
 Invariant: each check gets the twin that it tries as an argument, and so it does the graph's class:
 tests hand in broken ones. `nanoserve doctor` prints the same checks.
 
-Not known here: layers, and what extras multiply by themselves. Road not taken: to compare while the
-engine runs, which would find more, and cost each step.
+Extras try what they multiply by themselves. To compare while the engine runs would find more, and
+cost each step.
 """
 
 import json
@@ -52,7 +52,7 @@ ROWS = (1, 9, 64)
 CROWDS = {"1 row": [(1, 700)], "9 rows": [(1, n) for n in range(1, 80, 9)],
           "64 rows": [(1, 1 + n % 7) for n in range(64)],
           "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
-Compared = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # what, what came, what is right
+Compared = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # a name, a result, the right one
 
 
 class Shapes(NamedTuple):
@@ -87,7 +87,7 @@ def untrusted(config: EngineConfig, model: Any,
     """The functions that `ops` has to take over in this engine, "graph" for CUDA graphs among them,
     and a sentence if there are any. Raises `ValueError` if a kernel has broken the device."""
     device = torch.device(config.device)
-    if twin is ops or device.type == "cpu" and config.kernels == "triton":  # its interpreter
+    if twin is ops or device.type == "cpu" and config.kernels == "triton":  # Triton's interpreter
         return (), []
     shapes, folder = Shapes.of(config, model), cache_folder()
     key = digest(repr((shapes, machine_of(twin, device))).encode())
@@ -158,7 +158,7 @@ def trials(twin: ModuleType, shapes: Shapes, device: torch.device,
 
 def machine_of(twin: ModuleType, device: torch.device) -> tuple:
     """Whatever may make a function right on one machine and wrong on another."""
-    if device.type == "cpu":  # its name has the CPU's features, the compiler, and a digest
+    if device.type == "cpu":  # the file's name has the CPU's features, the compiler, and a digest
         return torch.__version__, twin.COMPILED._name
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return (torch.__version__, twin.triton.__version__, torch.cuda.get_device_name(device),
