@@ -91,7 +91,7 @@ class Server:
                              f"{', '.join(names)}", "model", 404, "model_not_found")
 
     def check(self, body: Body) -> None:
-        """Its unknown fields and its model."""
+        """Check a body's unknown fields and its model. Raises `BadRequest`."""
         for name in body.model_extra:
             if self.strict:
                 raise BadRequest(f"there is no field {name} (--strict): leave it out", name)

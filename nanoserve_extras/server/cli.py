@@ -251,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_names(names: list[str]) -> None:
-    """Of two models with one name a client would get either. Raises `ValueError`."""
+    """Refuse two models of one name: a client would get either. Raises `ValueError`."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two models have the name {twice[0]!r}: choose another one for the "
                          "adapter (--lora-modules), or for the model (--served-model-name)")

@@ -117,7 +117,7 @@ def wrong_shape(errors: list[dict], body: Any) -> tuple[str, list[str]]:
 
 
 def _place(error: dict, body: Any) -> list[str]:
-    """Its location, without names of arms: ("stop", "list[str]", 0) is ["stop", "0"]."""
+    """Where an error is, without names of arms: ("stop", "list[str]", 0) is ["stop", "0"]."""
     found = []
     for part in error["loc"]:
         if isinstance(part, int) if isinstance(body, list) else isinstance(body, dict) and (

@@ -281,7 +281,7 @@ class Conversation(Body):
                     **shown)
 
     def schemas(self) -> dict[str, dict]:
-        """Of the arguments of each tool that may be called, by name."""
+        """The schema of the arguments of each tool that may be called, by its name."""
         if self.tool_choice == "none":
             return {}
         named = getattr(self.tool_choice, "function", None)

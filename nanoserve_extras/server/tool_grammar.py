@@ -105,7 +105,7 @@ class ModelTurns:
         return replace(params, structured_outputs=dict(grammar=text))
 
     def _schema_of(self, asked: Any) -> dict:
-        """Of an answer that must be JSON. Raises `ValueError`."""
+        """The schema of an answer that must be JSON. Raises `ValueError`."""
         from nanoserve_extras.structured.structured import (
             StructuredOutputsParams,  # here: it may be deleted
         )

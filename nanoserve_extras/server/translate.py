@@ -31,7 +31,7 @@ NEEDED = {"message": "content", "function_call_output": "output"}  # an item mus
 
 @dataclass
 class AnswerPart:
-    """Of an answer. kind: "thought", "said" or "call"; text: of a call its arguments."""
+    """A part of an answer. kind: "thought", "said" or "call". text: a call's arguments, too."""
 
     kind: str
     text: str = ""
@@ -41,13 +41,13 @@ class AnswerPart:
 
 
 def parts_of(message: dict) -> list[AnswerPart]:
-    """Of a chat's message, or of a piece of one."""
+    """The parts of a chat's message, or of a piece of one."""
     thought, said = message.get("reasoning_content"), message.get("content")
-    texts = [AnswerPart(kind, text)
+    found = [AnswerPart(kind, text)
              for kind, text in (("thought", thought), ("said", said)) if text]
     calls = [AnswerPart("call", call["function"]["arguments"], call["function"]["name"], call["id"])
              for call in message.get("tool_calls", ())]
-    return texts + calls
+    return found + calls
 
 
 class Language(Controls):
