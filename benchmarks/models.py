@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.tables import table, write
 from nanoserve import LLM
+from nanoserve.frontend.facts import Fact
 from nanoserve_extras.tools import verify
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -252,13 +253,13 @@ def try_network(name: str, folder: Path) -> tuple[str, str]:
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True)
     try:
         with LLM(folder, **options, num_gpu_blocks_override=16, max_model_len=64) as llm:
-            who, config = llm.config.model_impl, llm.model_config
+            who = "our decoder" if Fact.OWN_NETWORK in llm.facts else "transformers"
+            config = llm.model_config
     except ValueError as error:
         reason = re.search(r"is not supported: (.*)\. Use a checkpoint", str(error))
         why = re.sub(r"^\d+ of its \d+ layers", "some of its layers",  # those of the tiny one
                      reason[1].split("; such layers are not")[0] if reason else str(error))
         return architecture, f"refused: {why}"
-    who = "our decoder" if who == "nanoserve" else who
     if name in POOLED:
         return architecture, who + compare_vectors(folder, options)
     model = verify.load_reference(folder / "text" if name == "gemma3n" else folder)
