@@ -1,20 +1,20 @@
 """KV blocks on disk: a folder with a file for each block, which engines share and find again.
 
-    kv_store/   1f3a...9c.kv   header    the fingerprint, the parent, the tokens: one line of JSON
-                               checksum  of the bytes, xxh3
+    kv_store/   1f3a...9c.kv   checksum  of name and bytes, xxh3
                                bytes     the block's KV, layer by layer
                 b07e...41.kv   ...       the name is the block's digest: see block_store.py
 
 A file is written under a temporary name and renamed, so it is there as a whole or not at all. A
-reader knows the header that it must find, byte for byte, and compares. A file with other contents
-(damaged, cut off by a full disk, of another version) is a miss, and never an error.
+file with other contents (damaged, cut off by a full disk, another block's) is a miss, and never an
+error.
 
 Invariant: a problem with files costs time, never an answer. If the folder can't be written, that is
 reported once, and it is not written to again; requests go on. Users who can write to the folder are
 trusted: the checksum finds damage, not malice. Hence its mode, 0700.
 
-Not known here: host memory, sequences. Road not taken: one large file with an index, which needs
-locks between processes, and repair after one of them was killed.
+Not known here: host memory, sequences. Road not taken: one large file that steps map, with an
+index. A step then waits for the file system's pages, and a file that is cut off ends the process;
+engines that reuse each other's slots need locks (docs/LOG.md, 2026-11-27).
 """
 
 import hashlib
@@ -22,14 +22,10 @@ import json
 import os
 import re
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import xxhash
@@ -37,7 +33,7 @@ import xxhash
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.rules import in_words, private
 
-VERSION = 1  # of the files
+VERSION = 2  # of the files
 CHECKSUM = 16  # bytes that it takes
 OLD_SECONDS = 3600  # a temporary file this old was left by a process that died
 NAME = re.compile(r"[0-9a-f]{64}\.(kv|.+\.tmp)")  # a file of ours: others are left alone
@@ -80,17 +76,22 @@ def make_folder(name: str | Path) -> Path:
     return path
 
 
+def checksum(digest: bytes, data: Any) -> bytes:
+    """Of a block's bytes under its name."""
+    return xxhash.xxh3_128(data, seed=int.from_bytes(digest[:8])).digest()
+
+
 class Folder:
-    """A file for each block: a header, a checksum of the bytes, and the bytes.
+    """A file for each block: a checksum of the bytes, and the bytes.
 
     path: see `make_folder`, which makes it. limit: of all files together, in bytes; the least
-    recently used ones are deleted. base: the engine's fingerprint. say: is called with a message
-    when writing fails. Raises `ValueError` if there is no such folder and none can be made.
+    recently used ones are deleted. say: is called with a message when something fails. Raises
+    `ValueError` if there is no such folder and none can be made.
     """
 
-    def __init__(self, path: Path, limit: int, base: bytes, say: Callable[[str], None]):
+    def __init__(self, path: Path, limit: int, say: Callable[[str], None]):
         self.path = path = make_folder(path)
-        self.limit, self.base, self.say = limit, base, say
+        self.limit, self.say = limit, say
         if path.stat().st_mode & 0o077:
             say(f"kv_store={str(path)!r} is open to other users, who can read prompts there, or "
                 "change answers: chmod 700")
@@ -102,7 +103,7 @@ class Folder:
         self.num_new = 0  # bytes that were written here since then
         self.reads = self.writes = True
         self.is_damaged = False  # one file was: any other may be, and is written anew
-        self.has_failed = False  # a thread, for another reason than its files
+        self.has_failed = False  # for another reason than its files
 
     def _path_of(self, digest: bytes) -> Path:
         return self.path / f"{digest.hex()}.kv"
@@ -112,35 +113,27 @@ class Folder:
         return [self.path / name for name in os.listdir(self.path)
                 if NAME.fullmatch(name) and name.endswith(suffix)]
 
-    def _header(self, parent: bytes, tokens: list[int], num_bytes: int) -> bytes:
-        """A line of JSON, equal for equal arguments: so a reader knows what it must find."""
-        return b"nanoserve " + json.dumps({
-            "version": VERSION, "fingerprint": self.base.hex(), "parent": parent.hex(),
-            "tokens": tokens, "bytes": num_bytes}).encode() + b"\n"
-
     def has(self, digest: bytes) -> bool:
         return self.reads and os.path.exists(self._path_of(digest))  # False for any OSError
 
-    def read(self, digest: bytes, parent: bytes, tokens: list[int],
-             num_bytes: int) -> memoryview | None:
-        """The block's bytes; None for a file that is missing, or not what it must be. Such a file
-        stays until a right one takes its place: if it were deleted here, the right one might be."""
-        path, header = self._path_of(digest), self._header(parent, tokens, num_bytes)
-        start = len(header) + CHECKSUM
-        data = bytearray(start + num_bytes + 1)  # a byte more than it must be, to see its end
-        block = memoryview(data)[start:-1]
+    def read(self, digest: bytes, into: Any) -> bool:
+        """Read a block's bytes into memory of their size. False for a file that is missing, or not
+        what it must be. Such a file stays until a right one takes its place: if it were deleted
+        here, the right one might be."""
         try:
-            with open(path, "rb") as file:
-                is_whole = file.readinto(data) == start + num_bytes
-            if (is_whole and data.startswith(header)
-                    and xxhash.xxh3_128_digest(block) == data[len(header):start]):
-                return block
+            with open(self._path_of(digest), "rb") as file:
+                expected, num_bytes = file.read(CHECKSUM), file.readinto(into)
+                is_whole = num_bytes == len(into) and not file.read(1)
+            if is_whole and checksum(digest, into) == expected:
+                return True
             self.is_damaged = True
         except OSError:
             pass
-        return None
+        except Exception as error:
+            self._report(error)
+        return False
 
-    def write(self, digest: bytes, parent: bytes, tokens: list[int], data: Any) -> None:
+    def write(self, digest: bytes, data: Any) -> None:
         """Written under a temporary name and then renamed, so a file is there as a whole or not at
         all. If two processes write the same block, the second replaces it, or changes nothing."""
         path = self._path_of(digest)
@@ -150,8 +143,7 @@ class Folder:
         try:
             _delete(own)  # of a process that died; a link that lies in wait
             with open(own, "xb", opener=private) as file:
-                file.write(self._header(parent, tokens, len(data)))
-                file.write(xxhash.xxh3_128_digest(data))
+                file.write(checksum(digest, data))
                 file.write(data)
             os.replace(own, path)
             self.num_new += _stat(path)[1]
@@ -162,6 +154,16 @@ class Folder:
             self.writes = False
             self.say(f"kv_store={str(self.path)!r} can't be written, and saves no more: {error}; "
                      "make room there, or name another folder")
+        except Exception as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """One that no file is known for. It is said once, and then is a miss: no request fails
+        because of its store."""
+        if not self.has_failed:
+            self.has_failed = True
+            self.say(f"kv_store={str(self.path)!r}: a block is computed anew, or is not written, "
+                     f"because of {error!r}")
 
     def touch(self, digests: list[bytes]) -> None:
         """This chain was used just now. Its tail is a microsecond older, and deleted before its
@@ -196,52 +198,6 @@ class Folder:
             self.say(f"kv_store={str(self.path)!r} can't be emptied, and is not used any more: "
                      f"{error}")
         self.num_bytes = self.num_new = 0
-
-    def outcome(self, future: Future) -> Any:
-        """What a thread's work with this folder has brought. Errors of files are expected above.
-        Any other is said once, and then is a miss: no request fails because of its store."""
-        error = future.exception()
-        if error is None:
-            return future.result()
-        if not self.has_failed:
-            self.has_failed = True
-            self.say(f"kv_store={str(self.path)!r}: a block is computed anew, or is not written, "
-                     f"because of {error!r}")
-        return None
-
-
-class Reader:
-    """A thread that works in order, like a `ThreadPoolExecutor` of one. Python's end waits for an
-    executor's threads, also for one whose disk hangs. It does not wait for this one, a daemon."""
-
-    def __init__(self):
-        self.queue: SimpleQueue = SimpleQueue()
-        # A store that was forgotten ends it, too. So the thread must not hold this object.
-        weakref.finalize(self, self.queue.put, None)
-        threading.Thread(target=Reader._run, args=[self.queue], daemon=True).start()
-
-    @staticmethod
-    def _run(queue: SimpleQueue) -> None:
-        while (entry := queue.get()) is not None:
-            future, work, args = entry
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work(*args))
-                except BaseException as error:
-                    future.set_exception(error)
-            del entry, future, work, args  # while it waits, it holds nobody's memory
-
-    def submit(self, work: Callable, *args: Any) -> Future:
-        future: Future = Future()
-        self.queue.put((future, work, args))
-        return future
-
-    def shutdown(self) -> None:
-        """Drop what is queued. What is being read is not waited for."""
-        with suppress(Empty):
-            while entry := self.queue.get_nowait():
-                entry[0].cancel()
-        self.queue.put(None)
 
 
 def _delete(path: Path) -> None:

@@ -7,7 +7,7 @@ what is in which (`HostBlocks`). With a folder, they are one memory that all ran
     host block 0                          host block 1
     [ rank 0's share | rank 1's share ]   [ rank 0's share | rank 1's share ]   ...
       each rank copies its own share from and to its cache: layer 0's keys, then its values, ...
-      the threads of rank 0 copy whole host blocks from and to files
+      the threads of rank 0 read and write whole host blocks from and to files
 
 **Invariant: a block is in the store for all ranks or for none.** One checksum covers all shares. A
 rank loads a host block only because a step says so, which rank 0 sends after the last byte was
@@ -93,72 +93,68 @@ def rows_of(kv_cache: KVCache) -> list[torch.Tensor]:
 
 
 class HostBlocks:
-    """Which block is in which host block, and who needs it: what databases call a buffer manager.
+    """Which block is in which host block, and which of them nobody uses: a `BlockManager` in small.
 
-    A host block is free; or it holds a block, which is found by its digest; or it was taken, and
-    nothing is in it yet. One that is *pinned* keeps its bytes until it was unpinned as often.
+    A host block that a step or a thread reads or writes is *in use*, as often as it was taken or
+    used and not yet released, and keeps its bytes. All others are free. A free one that holds a
+    block can still be found, until it is taken for another.
     """
 
     def __init__(self, num_blocks: int):
-        self.by_digest: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self.by_digest: dict[bytes, int] = {}
         self.held: list[bytes | None] = [None] * num_blocks  # the reverse: digests by number
-        self.free = list(range(num_blocks))[::-1]
-        self.pins: Bag[int] = Bag()  # how often each is pinned
+        self.num_users = [0] * num_blocks
+        # An ordered set: first those that hold nothing, then the least recently used.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     def find(self, digest: bytes) -> int | None:
         return self.by_digest.get(digest)
 
-    def touch(self, host_ids: list[int]) -> None:
-        """They hold a chain that is used now. Its tail is given up before its head."""
-        for host_id in reversed(host_ids):
-            self.by_digest.move_to_end(self.held[host_id])
+    def touch(self, host_id: int) -> None:
+        """It is wanted: others are taken before it."""
+        if host_id in self.free:
+            self.free.move_to_end(host_id)
 
-    def take(self) -> int | None:
-        """A free one, or the least recently used; None while all are pinned, or taken."""
-        if self.free:
-            return self.free.pop()
-        for digest, host_id in self.by_digest.items():
-            if not self.pins[host_id]:
-                del self.by_digest[digest]
-                self.held[host_id] = None
-                return host_id
-        return None
+    def take(self, count: int) -> list[int]:
+        """Up to so many free ones, for other bytes. They are in use from now on."""
+        host_ids = [self.free.popitem(last=False)[0] for _ in range(min(count, len(self.free)))]
+        for host_id in host_ids:
+            self.num_users[host_id] = 1
+            self.by_digest.pop(self.held[host_id], None)
+            self.held[host_id] = None
+        return host_ids
 
     def put(self, digest: bytes, host_id: int) -> None:
         """From now on this block is found in a host block that was taken for it."""
         self.by_digest[digest], self.held[host_id] = host_id, digest
 
-    def give_back(self, host_ids: list[int]) -> None:
-        """They were taken, and nothing is put into them."""
-        self.free += host_ids
-
-    def pin(self, host_ids: list[int]) -> None:
-        self.pins.update(host_ids)
-
-    def unpin(self, host_ids: list[int]) -> None:
+    def use(self, host_ids: list[int]) -> None:
         for host_id in host_ids:
-            self.pins[host_id] -= 1
-            if not self.pins[host_id]:
-                del self.pins[host_id]
-                if self.held[host_id] is None:
-                    self.free.append(host_id)  # it was forgotten meanwhile
+            self.num_users[host_id] += 1
+            self.free.pop(host_id, None)
+
+    def release(self, host_ids: list[int]) -> None:
+        """One user less for each. Of a chain's, the last is taken before the first."""
+        for host_id in reversed(host_ids):
+            self.num_users[host_id] -= 1
+            if not self.num_users[host_id]:
+                self.free[host_id] = None
+                self.free.move_to_end(host_id, last=self.held[host_id] is not None)
 
     def forget(self) -> None:
-        """No block is found any more. What is pinned becomes free when it is unpinned."""
-        for host_id in self.by_digest.values():
-            self.held[host_id] = None
-            if not self.pins[host_id]:
-                self.free.append(host_id)
+        """No block is found any more. What is in use keeps its bytes."""
         self.by_digest.clear()
+        self.held = [None] * len(self.held)
 
-    def check(self, taken: list[int]) -> None:
-        """Audit: each host block is free, held, among those `taken`, or pinned and forgotten."""
-        assert min(self.pins.values(), default=1) > 0, f"one is let go too often: {self.pins}"
-        known = [*self.free, *self.by_digest.values(), *taken]
-        known += [host_id for host_id in self.pins if self.held[host_id] is None]
-        assert sorted(known) == list(range(len(self.held))), f"one is lost or doubled: {known}"
-        for digest, host_id in self.by_digest.items():
-            assert self.held[host_id] == digest, f"{host_id} has another block than it is found by"
+    def check(self, used: list[int]) -> None:
+        """Audit. used: a host block for each of its users."""
+        counts = Bag(used)
+        for host_id, num_users in enumerate(self.num_users):
+            assert num_users == counts[host_id], f"{host_id}: {num_users} users, not {counts}"
+            assert (host_id in self.free) == (not num_users), f"{host_id} is free, or not in use"
+        found = {host_id: digest for digest, host_id in self.by_digest.items()}
+        held = {i: digest for i, digest in enumerate(self.held) if digest is not None}
+        assert found == held, f"found {found}, held {held}"
 
 
 def share_memory(ranks: Ranks, num_bytes: int) -> torch.Tensor:

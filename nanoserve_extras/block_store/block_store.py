@@ -32,6 +32,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,7 +47,12 @@ from nanoserve.frontend.progress import say
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
-from nanoserve_extras.block_store.block_folder import Folder, fingerprint, make_folder
+from nanoserve_extras.block_store.block_folder import (
+    CHECKSUM,
+    Folder,
+    fingerprint,
+    make_folder,
+)
 from nanoserve_extras.block_store.block_host import HostBlocks, HostMemory
 from nanoserve_extras.block_store.block_prefetch import Prefetcher
 from nanoserve_extras.block_store.options import BlockStoreOptions
@@ -118,11 +124,11 @@ class BlockStore(Extra):
         self.labels = {"model_name": str(config.model)}
         folder, base, num_bytes = None, b"", host.memory.shape[1]
         if self.options.kv_store is not None:
-            if (most := self.options.kv_store_bytes) < 2 * num_bytes:  # a file has a header, too
+            if (most := self.options.kv_store_bytes) < num_bytes + CHECKSUM:
                 raise ValueError(f"kv_store_bytes={most:,} has no room for a "
-                                 f"block of {num_bytes:,} bytes and its header: raise it")
+                                 f"block of {num_bytes:,} bytes and its checksum: raise it")
             base = fingerprint(config, self.about, self.folders, host.shapes)
-            folder = Folder(Path(self.options.kv_store), self.options.kv_store_bytes, base, say)
+            folder = Folder(Path(self.options.kv_store), self.options.kv_store_bytes, say)
         self.open(host, engine.scheduler, base, folder)
 
     def open(self, host: HostMemory, scheduler: Scheduler, base: bytes = b"",
@@ -156,7 +162,7 @@ class BlockStore(Extra):
         if host_id is None:
             self.unsaved[digest] = entry
         else:
-            self.host_blocks.touch([host_id])
+            self.host_blocks.touch(host_id)
 
     def _digest_entry(self, entry: CacheEntry | None) -> bytes:
         """Computed once for each entry, from the last ancestor that has one. None comes before
@@ -181,30 +187,43 @@ class BlockStore(Extra):
     # ------------------------------------------------- what the scheduler asks
 
     def is_reading(self, seq: Sequence) -> bool:
-        """Whether blocks of a waiting sequence are on their way from the folder."""
-        return self.prefetcher is not None and self.prefetcher.is_reading(seq)
+        """Whether blocks of a waiting sequence are on their way from the folder. Where host blocks
+        are short, it waits. The first in the queue waits only for those that steps load from, which
+        are soon free: others may be kept for sequences behind it."""
+        if self.prefetcher is None:
+            return False
+        if seq not in self.prefetcher.readings:
+            loads = any(self.found.values()) or any(one.loads for one in self.in_flight.values())
+            is_first = self.scheduler.waiting[0] is seq
+            if not self._prefetch(seq, None if is_first and not loads else 0):
+                return True
+        return self.prefetcher.is_reading(seq)
+
+    def _prefetch(self, seq: Sequence, spare: int | None) -> bool:
+        """Begin to read what it will look for behind what the KV cache has: see `begin`."""
+        num_hits, most = len(self.blocks.find_prefix(seq)), self.blocks.max_hits(seq)
+        return self.prefetcher.begin(seq, self._digest_blocks(seq)[num_hits:most], spare)
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
         """How many blocks that follow those found in memory are here. If the sequence is admitted,
-        the step loads them: see `plan`."""
-        host_ids = self.found[seq] = []
+        the step loads them: see `plan`. Until then they are in use."""
+        self.host_blocks.release(self.found.pop(seq, []))
         room = MAX_MOVES - sum(step.num_loaded.values()) // self.blocks.block_size
         most = min(self.blocks.max_hits(seq), num_hits + room)
-        for digest in self._digest_blocks(seq)[num_hits:most]:
-            host_id = self.host_blocks.find(digest)
-            if host_id is None:
-                break
-            host_ids.append(host_id)
+        host_ids = self.found[seq] = list(takewhile(
+            lambda host_id: host_id is not None,
+            map(self.host_blocks.find, self._digest_blocks(seq)[num_hits:most])))
+        self.host_blocks.use(host_ids)
         return len(host_ids)
 
     def scheduled(self, step: Step) -> None:
         """The step is planned: give it its copies of blocks."""
         if step.num_new_tokens:
             self.plan(step)
-        elif self.prefetcher is not None:
-            self.prefetcher.advance(list(step.sitting_out))
-            if step.sitting_out and not self.scheduler.in_flight:
-                time.sleep(0.0005)  # there is nothing to do but to read
+        elif step.sitting_out and not self.scheduler.in_flight:
+            time.sleep(0.0005)  # there is nothing to do but to read
+        for host_ids in self.found.values():
+            self.host_blocks.release(host_ids)
         self.found.clear()
 
     # ------------------------------------------------------ the life of a step
@@ -218,8 +237,7 @@ class BlockStore(Extra):
             loads += [(block_id, -1 - host_id) for block_id, host_id in zip(
                 seq.block_table[first:], host_ids, strict=False)]
             moves.loads += host_ids
-        self.host_blocks.touch(moves.loads)
-        self.host_blocks.pin(moves.loads)
+        self.host_blocks.use(moves.loads)
         for seq in step.admitted:
             if seq.num_preemptions == 0 and not seq.needs_all_positions:  # as EngineMetrics counts
                 self.num_queries += len(seq.token_ids) - seq.num_computed_tokens
@@ -228,7 +246,6 @@ class BlockStore(Extra):
         if self.prefetcher is not None:
             for seq in step.admitted:
                 self.prefetcher.let_go(seq)
-            self.prefetcher.advance(list(step.sitting_out))
         step.block_moves = self._plan_saves(moves) + loads  # in this order: see `HostMemory.move`
         if moves.loads or moves.saves:
             self.in_flight[step] = moves
@@ -237,16 +254,12 @@ class BlockStore(Extra):
         """Returns (block, host block) of each save."""
         later: dict[bytes, CacheEntry] = {}
         in_flight = {digest for one in self.in_flight.values() for digest in one.saves}
-        is_full = False  # behind a slow disk thousands of blocks may ask in every step
         for digest, entry in self.unsaved.items():
             if digest in in_flight or self.host_blocks.find(digest) is not None:
                 continue
-            host_id = None if is_full or len(moves.saves) == MAX_MOVES else self.host_blocks.take()
-            if host_id is not None:
-                moves.saves[digest] = host_id, entry
-                continue
-            is_full = True
-            if self.blocks.entry_of[entry.block_id] is entry:
+            if len(moves.saves) < MAX_MOVES and (taken := self.host_blocks.take(1)):
+                moves.saves[digest] = taken[0], entry
+            elif self.blocks.entry_of[entry.block_id] is entry:
                 later[digest] = entry  # it is new, and the cache still has it
             else:
                 self.num_lost += 1
@@ -258,26 +271,24 @@ class BlockStore(Extra):
         moves = self.in_flight.pop(step, None)
         if moves is None:
             return
-        self.host_blocks.unpin(moves.loads)
+        self.host_blocks.release(moves.loads)
         self.num_loaded += len(moves.loads)
-        for digest, (host_id, entry) in reversed(moves.saves.items()):
-            if moves.epoch != self.epoch or self.host_blocks.find(digest) is not None:
-                self.host_blocks.give_back([host_id])  # all was forgotten, or it was read meanwhile
-                continue
-            self.host_blocks.put(digest, host_id)
-            self.num_saved += 1
-            if self.folder is not None and self.folder.writes:
-                self.host_blocks.pin([host_id])  # it keeps its bytes until they are in a file
-                self.writing.append((host_id, self._give(
-                    self.folder.write, digest, self._digest_entry(entry.parent), entry.tokens,
-                    self.host.memory[host_id].numpy())))
+        for digest, (host_id, _) in reversed(moves.saves.items()):
+            is_new = moves.epoch == self.epoch and self.host_blocks.find(digest) is None
+            if is_new:  # not all was forgotten, and it was not read meanwhile
+                self.host_blocks.put(digest, host_id)
+                self.num_saved += 1
+            if is_new and self.folder is not None and self.folder.writes:
+                self.writing.append((host_id, self._give(  # in use until it is in a file
+                    self.folder.write, digest, self.host.memory[host_id].numpy())))
+            else:
+                self.host_blocks.release([host_id])
 
     def dropped(self, step: Step) -> None:
         """A step was dropped: what it should have saved is lost, which only costs time."""
         moves = self.in_flight.pop(step, None)
         if moves is not None:
-            self.host_blocks.unpin(moves.loads)
-            self.host_blocks.give_back([host_id for host_id, _ in moves.saves.values()])
+            self.host_blocks.release([*moves.loads, *(one for one, _ in moves.saves.values())])
 
     def save_rest(self) -> None:
         """No request is left: save new blocks in steps that do nothing else. If such a step fails,
@@ -301,8 +312,6 @@ class BlockStore(Extra):
         are still there may be found: they are deleted as soon as the disk allows."""
         self.epoch += 1
         self.unsaved.clear()
-        if self.prefetcher is not None:
-            self.prefetcher.forget()
         self.host_blocks.forget()
         if self.folder is not None:
             emptied = self._give(self.folder.clear)  # behind all writes before it
@@ -320,16 +329,14 @@ class BlockStore(Extra):
     def rename(self) -> None:
         """Other weights have come, behind a `reset`: from here on blocks have names that no other
         engine's have, be its weights the old ones or these."""
-        self.base = self.folder.base = os.urandom(32)
+        self.base = os.urandom(32)
         self.digest_of_entry.clear()
 
     # ------------------------------------------------------ the writing thread
 
     def _take_written(self) -> None:
         while self.writing and self.writing[0][1].done():
-            host_id, future = self.writing.popleft()
-            self.host_blocks.unpin([host_id])
-            self.folder.outcome(future)
+            self.host_blocks.release([self.writing.popleft()[0]])
 
     def _give(self, work: Callable, *args: Any) -> Future:
         """Give the thread work. When the program ends, it accepts none: the result is None."""
@@ -366,15 +373,10 @@ class BlockStore(Extra):
 
     def added(self, sequences: list[Sequence], stats: RequestStateStats,
               prompt: str | None) -> None:
-        """Begin to read what a queued request will look for."""
-        if self.prefetcher is None:
-            return
-        seq = sequences[0]  # the others have the same prompt
-        digests, size = self._digest_blocks(seq), self.blocks.block_size
-        parents = [self._digest_entry(seq.request.root), *digests]
-        self.prefetcher.begin(sequences, [
-            (digests[i], parents[i], seq.token_ids[i * size:(i + 1) * size])
-            for i in range(len(self.blocks.find_prefix(seq)), self.blocks.max_hits(seq))])
+        """Begin to read what a queued request will look for, as long as half of host memory stays
+        free. Its other sequences have the same prompt."""
+        if self.prefetcher is not None:
+            self._prefetch(sequences[0], len(self.host_blocks.held) // 2)
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
@@ -397,6 +399,9 @@ class BlockStore(Extra):
     # ------------------------------------------------------------- the audit
 
     def audit(self) -> None:
-        """Audit the host blocks. Those that a step saves to are taken."""
-        saving = [host_id for one in self.in_flight.values() for host_id, _ in one.saves.values()]
-        self.host_blocks.check(saving)
+        """Audit the host blocks: who uses which."""
+        used = [host_id for host_id, _ in self.writing]
+        used += [] if self.prefetcher is None else self.prefetcher.kept()
+        for moves in self.in_flight.values():
+            used += [*moves.loads, *(host_id for host_id, _ in moves.saves.values())]
+        self.host_blocks.check(used)

@@ -8,7 +8,7 @@ class StandIn:
     """For a scheduler. A store doesn't keep its scheduler alive."""
 
     def __init__(self, blocks: BlockManager):
-        self.blocks, self.in_flight = blocks, []
+        self.blocks, self.in_flight, self.waiting = blocks, [], [None]
 
 
 def store_of(host, blocks: BlockManager) -> BlockStore:

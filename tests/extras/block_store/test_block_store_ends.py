@@ -16,6 +16,7 @@ from test_block_store_engine import GREEDY, LONG, OTHER, SMALL, ask, num_loaded
 
 from nanoserve import LLM
 from nanoserve.sequence import Step
+from nanoserve_extras.block_store import block_folder
 from nanoserve_extras.block_store.block_folder import Folder
 
 BLOCK_BYTES = 3 * 2 * 16 * 64 * 4  # layers, K and V, tokens, numbers, bytes of each
@@ -43,20 +44,21 @@ def test_a_folder_that_can_not_be_reached_any_more_costs_time_alone(qwen3, expec
         expect([LONG, OTHER], ask(llm, LONG, OTHER))
 
 
-@pytest.mark.parametrize("work", ["read", "write"])
+@pytest.mark.parametrize("work, expected", [("checksum", 0), ("private", 192)],
+                         ids=["reading", "writing"])
 def test_an_error_that_no_folder_expects_is_said_once_and_costs_time_alone(
-        qwen3, expect, tmp_path, monkeypatch, capsys, work):
+        qwen3, expect, tmp_path, monkeypatch, capsys, work, expected):
     """It vanished in silence."""
     options = SMALL | dict(kv_store=str(tmp_path))
     with LLM(qwen3, **options) as llm:
         ask(llm, LONG, LONG[1:])
-    monkeypatch.setattr(Folder, work, failing(MemoryError("none left")))
+    monkeypatch.setattr(block_folder, work, failing(MemoryError("none left")))
     with LLM(qwen3, **options) as llm:
         expect([LONG, LONG[1:], OTHER], ask(llm, LONG, LONG[1:], OTHER))
         storage(llm).flush()
         storage(llm).plan(Step(0))  # takes what was written
-        assert not storage(llm).host_blocks.pins
-        assert num_loaded(llm) == (0 if work == "read" else 192)
+        assert not any(storage(llm).host_blocks.num_users)
+        assert num_loaded(llm) == expected
     assert capsys.readouterr().err.count("none left") == 1
 
 
@@ -185,7 +187,7 @@ def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_pat
                                                                   num_outputs):
     """Threads take no more work by then, and a step that merely saves blocks made torch end the
     process with a core dump. After two outputs, the step in flight saves what can't be written any
-    more, and its host blocks stayed pinned."""
+    more, and its host blocks stayed in use."""
     llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path), async_scheduling=True)
     stream = llm.stream([LONG], GREEDY)
     for _ in range(num_outputs):
@@ -199,9 +201,10 @@ def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_pat
     monkeypatch.undo()
     assert not llm.requests and not llm.scheduler.in_flight
     llm.scheduler.check()
-    storage(llm).plan(Step(0))  # takes what was written
+    storage(llm).plan(step := Step(0))  # takes what was written
     storage(llm).audit()
-    assert not storage(llm).host_blocks.pins
+    storage(llm).dropped(step)
+    assert not any(storage(llm).host_blocks.num_users)
     llm.shutdown()
 
 
