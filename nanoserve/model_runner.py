@@ -25,7 +25,7 @@ stand behind the first one's. Not known here: the queue, text, users.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,15 +77,6 @@ class RankParts:
     calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
 
 
-def on_its_device(method: Callable) -> Callable:
-    """A runner's method, within `on_device`."""
-    @wraps(method)
-    def call(self, *args, **kwargs):
-        with self.on_device():
-            return method(self, *args, **kwargs)
-    return call
-
-
 class ModelRunner:
     """Weights, KV cache and buffers of one rank, on its device.
 
@@ -128,24 +119,23 @@ class ModelRunner:
         made the engine (a server's, for example) begins with GPU 0."""
         return current(self.device)
 
-    @on_its_device
     def load(self, tensors: Tensors | None = None) -> None:
         """Make the network that is served, once more if need be. tensors: its weights, if they are
         not those in its folder. After an error there is none."""
         self.unload()
         make = self.parts.make_network
-        self.model = (self.read(self.model_config, self.folder, tensors) if make is None
-                      else make(self.placement, tensors=tensors))
-        self.networks.insert(0, self.model)
-        self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
-        if self.unrounded is None and self.config.kv_cache_dtype == "int8":
-            self.unrounded = self.model.too_wide()  # once: a cache keeps its layout
-        for tell in self.on_load:
-            tell(self.model)
+        with self.on_device():
+            self.model = (self.read(self.model_config, self.folder, tensors) if make is None
+                          else make(self.placement, tensors=tensors))
+            self.networks.insert(0, self.model)
+            self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
+            if self.unrounded is None and self.config.kv_cache_dtype == "int8":
+                self.unrounded = self.model.too_wide()  # once: a cache keeps its layout
+            for tell in self.on_load:
+                tell(self.model)
         return_freed_memory()
         self.record()
 
-    @on_its_device
     def unload(self, weights: bool = True, kv_cache: bool = False) -> None:
         """Give memory back to the system: that of the network that is served, or of the KV cache,
         and of the graphs, which read both. There can be no step until it is taken again."""
@@ -192,12 +182,12 @@ class ModelRunner:
                                    self.dtype if i in kept else torch.int8, device)
                 for i, (heads, head_dim) in enumerate(self.kv_shapes)]
 
-    @on_its_device
     def count_kv_blocks(self) -> int:
         """How many KV blocks there is room for on every rank; none is allocated yet. Raises
         `ValueError` with the numbers when there is room for none."""
-        return count_kv_blocks(self.config, self.device, self.block_bytes, self.ranks.local_size,
-                               self.ranks.least, self.run_largest_step)
+        with self.on_device():
+            return count_kv_blocks(self.config, self.device, self.block_bytes,
+                                   self.ranks.local_size, self.ranks.least, self.run_largest_step)
 
     def run_largest_step(self) -> None:
         """Take, for a moment, all the memory that a step can take beside the KV cache."""
@@ -207,19 +197,19 @@ class ModelRunner:
             self.fetch(self.launch(replace(step, network=network)))
         self.kv_cache, self.builder, self.last_tokens = [], None, None
 
-    @on_its_device
     def start(self, num_blocks: int, max_model_len: int) -> None:
         """The cache has its size: make it, and what needs it. Then steps may come. Graphs use the
         memory that it has left over."""
-        self.allocate_kv_cache(num_blocks, max_model_len)
-        self.record()
-        self.copier = self.parts.make_copier and self.parts.make_copier(self)
+        with self.on_device():
+            self.allocate_kv_cache(num_blocks, max_model_len)
+            self.record()
+            self.copier = self.parts.make_copier and self.parts.make_copier(self)
 
-    @on_its_device
     def record(self) -> None:
         """Graphs, once weights and cache are there; none where that fails, which is said."""
         if self.wants_graphs and self.kv_cache and self.model is not None:
-            self.graphs = recorded(self.builder, self._decode, self.graph_class)
+            with self.on_device():
+                self.graphs = recorded(self.builder, self._decode, self.graph_class)
 
     @property
     def wants_graphs(self) -> bool:
@@ -256,17 +246,17 @@ class ModelRunner:
     # ------------------------------------------------------------------ step
 
     @torch.inference_mode()
-    @on_its_device
     def launch(self, step: Step) -> SamplerOutput:
         """Queue one step. Returns a token for each of `step.samples()`, and the logprobs that are
         wanted, on their way to the host; with a pooler, what it makes of the hidden states."""
         size = None if self.graphs is None else self.graphs.size_for(step)
         message = self.builder.take_buffer()
         self.builder.write(step, message, size)
-        with self.ranks.together():
-            broadcast(self.ranks, message, wait=self.config.steps_at_once == 1)
-            output = self.run(message, step, size)
-        return output.to_host()
+        with self.on_device():
+            with self.ranks.together():
+                broadcast(self.ranks, message, wait=self.config.steps_at_once == 1)
+                output = self.run(message, step, size)
+            return output.to_host()
 
     def run(self, message: torch.Tensor, step: Step | None = None,
             size: int | None = None) -> SamplerOutput:
@@ -322,10 +312,9 @@ class ModelRunner:
         self.ranks.broadcast(token_ids)
         self.last_tokens[batch.sample_rows] = token_ids.to(torch.int32)
 
-    @on_its_device
     def fetch(self, output: SamplerOutput) -> tuple[list[int], dict[int, list], list[list]]:
         """Wait for a launched step; see `SamplerOutput.tolist`."""
-        with self.ranks.waiting():
+        with self.on_device(), self.ranks.waiting():
             return output.tolist()
 
     def synchronize(self) -> None:
