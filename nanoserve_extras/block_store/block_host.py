@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from nanoserve.device.memory import free_cpu_memory
 from nanoserve.model import KVCache
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import Ranks
@@ -41,8 +42,8 @@ class HostMemory:
     memory: (num_blocks, bytes) uint8, the whole of them; page-locked where there is a GPU, unless
     ranks share it. own: (num_blocks, block_bytes), this rank's share of them. num_bytes: the size
     of all its shares; 0 for what a folder needs, which is room for all that one step computes.
-    has_folder: see above. Raises `ValueError` if there is no room for a block, or no memory that
-    ranks share.
+    has_folder: see above. Raises `ValueError` if there is no room for a block, or not so much
+    memory, or none that ranks share.
     """
 
     def __init__(self, runner: ModelRunner, num_bytes: int, has_folder: bool):
@@ -51,6 +52,10 @@ class HostMemory:
                        for pair in runner.kv_cache for cache in pair]
         self.sizes = [cache.shape[1] for cache in rows_of(runner.kv_cache)]
         block_bytes = sum(self.sizes)
+        free = self.ranks.least(free_cpu_memory()) // self.ranks.local_size
+        if num_bytes > free:  # the system would promise it, and kill the engine once it is used
+            raise ValueError(f"kv_offload_bytes={num_bytes:,}: {free:,} bytes of memory are free "
+                             "for it: choose less")
         full_step = runner.config.max_num_batched_tokens // runner.config.block_size * block_bytes
         num_bytes = num_bytes or max(LEAST_BYTES, full_step)
         self.num_blocks = self.ranks.least(num_bytes // block_bytes)

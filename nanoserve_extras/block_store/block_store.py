@@ -76,8 +76,8 @@ class Moves:
 
 
 class BlockStore(Extra):
-    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds. The scheduler asks it for blocks
-    (`finders`). As an observer it gives steps their loads and saves, and learns what has ended."""
+    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds. The scheduler asks it for blocks; it
+    gives steps their loads and saves."""
 
     Options = BlockStoreOptions
     needs = frozenset([Fact.PREFIX_CACHE, Fact.KV_ALONE, Fact.TOKENS_NAME_BLOCKS, Fact.ONE_STAGE])
@@ -360,7 +360,7 @@ class BlockStore(Extra):
 
     def close(self) -> None:
         """Write what is to be written, and end the threads. Whoever holds the engine, and with it
-        this observer, shall hold no memory."""
+        this store, shall hold no memory."""
         try:
             if self.prefetcher is not None:
                 self.flush()
@@ -369,7 +369,7 @@ class BlockStore(Extra):
         finally:
             self.host = self.runner = self.prefetcher = None
 
-    # ------------------------------------------------------------- an observer
+    # ------------------------------------------------- requests, and what is told
 
     def added(self, sequences: list[Sequence], stats: RequestStateStats,
               prompt: str | None) -> None:

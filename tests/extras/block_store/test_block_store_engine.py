@@ -205,7 +205,7 @@ def test_a_prompt_that_is_always_in_memory_keeps_its_files(qwen3, tmp_path):
 @pytest.mark.parametrize("options, message", [
     (dict(kv_offload_bytes=2 ** 20, enable_prefix_caching=False), "enable_prefix_caching=False"),
     (dict(kv_offload_bytes=100), "kv_offload_bytes=100 has no room for a block"),
-    (dict(kv_offload_bytes=2 ** 60), "1,152,.* bytes of blocks: choose kv_offload_bytes below"),
+    (dict(kv_offload_bytes=2 ** 60), "kv_offload_bytes=1,152,.* bytes of memory are free"),
     (dict(kv_offload_bytes=2 ** 20, kernels="cpu", block_size=8), "multiple of 16"),
     (dict(kv_offload_bytes=-1), "kv_offload_bytes"), (dict(kv_store=7), "kv_store"),
     (dict(kv_store=""), "kv_store must be the path of a folder"),
