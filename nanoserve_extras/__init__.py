@@ -8,8 +8,7 @@ So these tables are the one place that names all of them, and each idea is impor
 asks for it. Delete the folder `nanoserve_extras`, and the engine runs without; delete one idea with
 its rows here, and the others run.
 
-Not known here: what an extra does. Road not taken: entry points, which would import every package
-that is installed to find out what it adds.
+Entry points would import every package that is installed to find out what it adds.
 """
 
 from collections.abc import Callable, Iterable

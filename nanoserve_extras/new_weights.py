@@ -20,9 +20,8 @@ ones is forgotten: the prefix cache and what extras keep (`Extra.reset`). All ra
 to the last one, whatever fails on one of them. An engine without its weights, or without its KV
 cache, refuses requests with a sentence (elsewhere it wrote garbage: TRL #4571).
 
-Not known here: how a layer takes its tensors (layers.py). Known limit: an update leaves a draft
-network as it is. Road not taken: memory that both processes map, which would tie the trainer's
-layout to ours.
+Known limit: an update leaves a draft network as it is. Memory that both processes map would tie the
+trainer's layout to ours.
 """
 
 import gc

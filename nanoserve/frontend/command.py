@@ -11,8 +11,7 @@ While a library is being imported, Ctrl-C ends the process at once. Libraries ca
 in them: some go on with half of themselves, some make another error of it. So whatever takes long
 to import stands within the `with` block; this file imports nothing that does.
 
-Where Ctrl-C is ignored (a shell's background), or is somebody else's, it stays so. Not known here:
-what a command does. Road not taken: signal handlers in each command, which all ended differently.
+Where Ctrl-C is ignored (a shell's background), or is somebody else's, it stays so.
 """
 
 import argparse

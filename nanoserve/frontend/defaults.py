@@ -14,7 +14,7 @@ Invariant: the config that was asked for stays as it is; the one that is returne
 choice but what is measured later (the KV cache's size) or is switched off by `None`. A choice that
 this model can't follow raises a `ValueError` that names the remedy.
 
-Not known here: torch, what the machine has (device/choice.py), memory (device/memory.py).
+What the machine has is looked up in device/choice.py, and its memory in device/memory.py.
 """
 
 from dataclasses import replace

@@ -25,8 +25,6 @@ are broken or silent for good: they are emitted, and the window stays short.
 
 Invariants: the texts that were emitted, joined, are the final text; and the final text does not
 depend on whether it was read before the end. A token costs the same wherever in a text it stands.
-
-Not known here: where the tokens come from, and what ends a request otherwise.
 """
 
 from collections.abc import Callable

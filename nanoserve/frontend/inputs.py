@@ -10,9 +10,9 @@ run: an error names the field, its value and the remedy, and no other request is
 Invariant: an `InputProcessor` holds a tokenizer and limits that never change. So a server can check
 requests elsewhere while one thread owns the steps, or have a processor and a tokenizer of its own.
 
-Not known here: the engine, what has run before. What needs neither a tokenizer nor a vocabulary is
-checked in config.py. Road not taken: to cut a prompt that is too long, or to clamp a value that is
-too large, as some servers do; the caller would get an answer to another question.
+What needs neither a tokenizer nor a vocabulary is checked in config.py. A prompt that is too long
+is not cut, nor a value that is too large clamped, as some servers do: the caller would get an
+answer to another question.
 """
 
 import re

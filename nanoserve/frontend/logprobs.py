@@ -12,8 +12,6 @@ In a prompt, position i gives the logprob of token i + 1; the first token has no
 
 Invariant: there is one dict for each token, even after an error. So a dict is stored first, and the
 texts of its tokens are added afterwards, because a tokenizer may fail.
-
-Not known here: tensors, steps, when an output is made.
 """
 
 from nanoserve.checkpoint.tokenizers import Tokenizer

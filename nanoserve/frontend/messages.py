@@ -17,8 +17,8 @@ changed on purpose, trimmed say, so the conversation is rendered once more with 
 for the names of calls. Calls that no form writes are passed over: clients send their history to
 models without tools, too, and the template says what such a model is to see.
 
-Not known here: tokens. Road not taken: to read the template's source, as vLLM does to find out
-whether it loops over parts; what it does is what counts.
+The template's source is not read, as vLLM does to find out whether it loops over parts; what it
+does is what counts.
 """
 
 import json

@@ -16,9 +16,9 @@ last of its samples has ended, and only if it got a token: one that was aborted 
 Known limit: between two tokens that one step brought (drafts that were right) no time passes; the
 step's time is divided among them.
 
-Not known here: files, servers, torch. A snapshot is made when it is asked for (`LLM.get_metrics`):
-gauges are read off the scheduler then, and are never kept. Road not taken: a metrics library with a
-global registry, as vLLM has; two engines in one process would share their numbers.
+A snapshot is made when it is asked for (`LLM.get_metrics`): gauges are read off the scheduler then,
+and are never kept. In a metrics library with a global registry, as vLLM has it, two engines in one
+process would share their numbers.
 """
 
 import time

@@ -8,8 +8,6 @@
 The names and fields are vLLM's, so that a script which reads them needs no change. An output is a
 record of one moment: it is handed over and never written to again, so a caller may keep it while
 the request goes on. frontend/request.py makes them, and decides when.
-
-Not known here: how tokens become text, and how a request runs.
 """
 
 from dataclasses import dataclass, replace

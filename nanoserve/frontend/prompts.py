@@ -10,8 +10,7 @@ becomes a list before prompts are read one by one (`InputProcessor.read_prompt`)
 Invariant: the padding of a prompt, where its attention mask is 0, is removed. A model that read it
 would give another text, without an error.
 
-Not known here: vocabularies, tokenizers, limits. `TextPrompt` and `TokensPrompt` are vLLM's names;
-both are dicts, as there.
+`TextPrompt` and `TokensPrompt` are vLLM's names; both are dicts, as there.
 """
 
 from collections import UserDict

@@ -11,9 +11,8 @@ Invariant: nothing here touches the engine's state. What depends on the order of
 priority, the seed of a request that names none) is settled in `start`, when the request is
 submitted; until then it may be thrown away.
 
-Not known here: how prompts are checked and tokenised (inputs.py), the queue, blocks, steps. Road
-not taken: an output processor beside the request, as in vLLM V1, with a second table of requests;
-what has been told to a caller is a fact about one request.
+Prompts are checked and tokenised in inputs.py. vLLM V1 has an output processor beside the request,
+with a second table of requests; but what has been told to a caller is a fact about one request.
 """
 
 from collections.abc import Callable

@@ -8,8 +8,7 @@ A rule is a text that says what the value must be, and a function that returns t
 Invariant: every single value is checked by `check_fields`, and a field without a rule can't exist.
 Checks of two fields together follow in the record's `__post_init__`.
 
-Not known here: which fields there are (config.py). Road not taken: a validation library, which
-would be a package more, with errors in its own words.
+A validation library would be a package more, with errors in its own words.
 """
 
 import math

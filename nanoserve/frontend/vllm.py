@@ -14,11 +14,11 @@ is a `TypeError`, which proposes a name of ours only if the two are very similar
 Invariant: nothing is accepted and ignored. A name that could change the text is dropped only if its
 value asks for what happens anyway: None, one of `Row.nothing`, or else False, 0 or an empty one.
 
-`LLM`, `SamplingParams`, the methods, the server's bodies and its command line read this table. Not
-known here: what our own names mean; that is config.py. This file imports nothing of nanoserve, so
-that config.py may use it. Road not taken: a row for each of vLLM's names. Few of them are in
-anybody's script, and a row that nobody meets grows old. But a field of a body that has no row is
-passed over (the server logs it once), so a row that keeps a text from being another one stays.
+`LLM`, `SamplingParams`, the methods, the server's bodies and its command line read this table. What
+our own names mean is said in config.py. This file imports nothing of nanoserve, so that config.py
+may use it. Not each of vLLM's names has a row: few of them are in anybody's script, and a row that
+nobody meets grows old. But a field of a body that has no row is passed over (the server logs it
+once), so a row that keeps a text from being another one stays.
 """
 
 from collections.abc import Callable, Collection, Mapping

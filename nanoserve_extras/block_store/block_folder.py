@@ -12,9 +12,9 @@ Invariant: a problem with files costs time, never an answer. If the folder can't
 reported once, and it is not written to again; requests go on. Users who can write to the folder are
 trusted: the checksum finds damage, not malice. Hence its mode, 0700.
 
-Not known here: host memory, sequences. Road not taken: one large file that steps map, with an
-index. A step then waits for the file system's pages, and a file that is cut off ends the process;
-engines that reuse each other's slots need locks (docs/LOG.md, 2026-11-27).
+In one large file that steps map, with an index, a step waits for the file system's pages, and a
+file that is cut off ends the process; engines that reuse each other's slots need locks
+(docs/LOG.md, 2026-11-27).
 """
 
 import hashlib

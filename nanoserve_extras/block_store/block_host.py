@@ -14,9 +14,9 @@ rank loads a host block only because a step says so, which rank 0 sends after th
 written. One that a step saves to is written to its file when the step has finished on rank 0, and
 that needs all ranks: the network's sums do, or, in a step that only saves, `move` itself.
 
-Not known here: what a digest covers, and who looks for it (block_store.py). Known limit: memory
-that ranks share is not page-locked, so with GPUs the host waits for these copies. Road not taken:
-files for each rank. Then a block can be incomplete, and ranks must tell rank 0 what they have read.
+Known limit: memory that ranks share is not page-locked, so with GPUs the host waits for these
+copies. With files for each rank a block could be incomplete, and ranks would have to tell rank 0
+what they have read.
 """
 
 import os

@@ -15,8 +15,8 @@ there a file? If the thread then brings nothing for `PATIENCE` seconds, nobody w
 more: what has arrived is loaded, and the rest is computed. The host block that it hangs at stays
 taken until it returns.
 
-Not known here: what the KV cache has. Road not taken: to read while the step runs, and to wait
-before each layer for its bytes (vLLM's `wait_for_layer_load`): a slow disk then stops the batch.
+To read while the step runs, and to wait before each layer for its bytes (vLLM's
+`wait_for_layer_load`), would let a slow disk stop the batch.
 """
 
 import threading

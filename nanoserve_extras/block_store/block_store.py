@@ -17,8 +17,8 @@ All copies between cache and host memory happen inside a step, on its own stream
 written: first the saves, then the loads. A load counts when its step has finished. No step waits
 for a file: a block that finds no free host block is saved later, or lost.
 
-Not known here: the layout of the bytes. Road not taken: copies on a stream of their own, which hide
-their time and have corrupted KV in silence in two public engines.
+Copies on a stream of their own would hide their time; they have corrupted KV in silence in two
+public engines.
 """
 
 import hashlib

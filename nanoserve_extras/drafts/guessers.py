@@ -13,7 +13,7 @@ when a step is scheduled; one that needs the device fills them in, for all rows 
 
     schedule ──► propose: [3, 1, 2] or [?, ?, ?] ──► fill: ? by the device ──► launch ──► checked
 
-Invariant: a wrong guess costs time, and no token. Not known here: how guesses are verified.
+Invariant: a wrong guess costs time, and no token.
 """
 
 from collections.abc import Iterable

@@ -14,9 +14,9 @@ hits and preemption need no case of their own. It is run when the next step is p
 tokens that the last step has computed, and then once for each further draft. Some checkpoints bring
 such a head for themselves (`OwnHead`; of transformers' networks: hidden_drafts_foreign.py).
 
-Invariant: no token changes, as with any drafts (speculative.py). Known limits: heads of one layer;
-in a block that others find, the last token's KV saw the token that was behind it then, so a draft
-there may be worse; no CUDA graphs. Not known here: how drafts are checked. Road not taken: trees.
+Invariant: no token changes, as with any drafts (speculative.py). Known limits: heads of one layer,
+and no trees; in a block that others find, the last token's KV saw the token that was behind it
+then, so a draft there may be worse; no CUDA graphs.
 """
 
 import re

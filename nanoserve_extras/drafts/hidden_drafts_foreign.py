@@ -10,8 +10,7 @@ the head, but for what comes in and goes out.
 The second draft reads what the LM head read for the first. That states are taken behind the last
 norm is no detail: in front of it LightLLM (#1402) had 1.8 tokens a step of 2.7.
 
-Not known here: who asks for drafts, the trunk's recurrent layers. Known limits: heads of one layer,
-an embedding of the model's, no quantised checkpoints.
+Known limits: heads of one layer, an embedding of the model's, no quantised checkpoints.
 """
 
 import copy

@@ -4,8 +4,6 @@ Invariant: **a state is found by its token's slot.** The states of a step stay o
 the slots where its KV went, on every rank, and the head's tokens have the same slots
 (hidden_drafts.py). So nothing of who was where is sent along. The head's own states lie at
 `Sequence.row`.
-
-Not known here: layers of heads, who asks for drafts.
 """
 
 import weakref

@@ -14,9 +14,9 @@ function of seed and position (sampler.py), so the model's token at each positio
 and a draft is right if it equals this token (near-ties excepted, as everywhere). Wrong drafts need
 no roll-back: they never counted as computed, and their slots are written again.
 
-Not known here: layers, the sampler, text. Road not taken: rejection sampling, which accepts a draft
-with probability min(1, p/q) and corrects the rest: the same distribution, another text. As our
-drafts are not drawn (q is 1 at one token), it accepts equally often.
+Rejection sampling accepts a draft with probability min(1, p/q) and corrects the rest: the same
+distribution, another text. As our drafts are not drawn (q is 1 at one token), it would accept
+equally often.
 """
 
 from dataclasses import replace

@@ -16,8 +16,8 @@ ours, and the results must agree.
 
 Known limits: blocks are counted, but hold nothing; the cache is one nominal layer. Where a
 tokenizer tells a pair's texts apart (token types), the second begins behind the first separator, so
-a text must not contain one. Not known here: requests, blocks. Road not taken: padding and sorting
-by length, which concatenation makes unnecessary.
+a text must not contain one. As prompts lie one behind the other, they need neither padding nor
+sorting by length.
 """
 
 from dataclasses import dataclass, replace

@@ -7,9 +7,8 @@
 The last two build on the causal network's file. Whether some layers keep a state is read here, and
 `llm` then adds recurrent.py.
 
-Invariant: what can't be served is refused with the reason, before weights are read. Not known here:
-layers, attention. Road not taken: code that comes with a model (`trust_remote_code`), which is
-never run.
+Invariant: what can't be served is refused with the reason, before weights are read. Code that comes
+with a model (`trust_remote_code`) is never run.
 """
 
 import re

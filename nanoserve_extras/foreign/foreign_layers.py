@@ -10,9 +10,8 @@ a network give way to ours where these compute the same:
 Invariant: **names and classes say nothing, numbers do.** A copy of each part goes through a trial
 in float32, with a weight of the trial's own, or matrices of one number a row (`Picks`), so that no
 sum hides one. Rows are of all sizes: small ones show eps, large ones a clamp. A part that raises or
-gives other numbers stays transformers'. In half precision ours differ by rounding less often. Not
-known here: attention, steps, states. Road not taken: a table of transformers' classes, which each
-version of it would make longer.
+gives other numbers stays transformers'. In half precision ours differ by rounding less often. A
+table of transformers' classes would grow with each version of it.
 """
 
 import inspect

@@ -16,8 +16,8 @@ nor above it, nor the head.
              └─ lm_head                                   weights are filled in, then nothing
 
 Invariant: every parameter comes from the files exactly once; a parameter of two names has two equal
-tensors; towers' tensors are neither read nor missed. Not known here: attention, steps. Road not
-taken: to fill the network tensor by tensor, which would repeat each class's renamed weights.
+tensors; towers' tensors are neither read nor missed. To fill the network tensor by tensor would
+repeat each class's renamed weights.
 """
 
 import re

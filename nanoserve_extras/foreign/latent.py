@@ -14,8 +14,8 @@ for 10,240. Blocks, prefix cache and twins stay as they are.
 
 Invariant: the text is that of the expanded network up to near-ties, as sums are in another order.
 Known limits: CPUs. A head of 576 numbers is more than a GPU's tile holds (docs/LOG.md), so there
-keys and values stay expanded. `kv_b_proj` is never rounded. Not known here: blocks, batches. Road
-not taken: keys without a copy of the values, which the twins would have to know.
+keys and values stay expanded. `kv_b_proj` is never rounded. The values are a copy of a part of the
+keys; without it the twins would have to know of latent attention.
 """
 
 from dataclasses import dataclass

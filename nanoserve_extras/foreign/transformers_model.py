@@ -17,8 +17,8 @@ attention is called once in each layer; that its mask is causal, or a sliding wi
 from the mask and not from config.json; and that tokens depend on each other through attention only,
 by their positions. (In recurrent.py, which builds on this file, each row has a state of its own.)
 
-Known limits: one rank, no CUDA graphs; blocks behind a window are kept. Not known here: requests,
-the queue. Road not taken: files of models in here, as in larger engines; `model.py` is to be read.
+Known limits: one rank, no CUDA graphs; blocks behind a window are kept. Larger engines have files
+of models of their own; here `model.py` is to be read.
 """
 
 from collections.abc import Callable

@@ -15,8 +15,8 @@ Invariant: of these layers no weight is anonymous memory, but for one layer at a
 model loads. Whether the system keeps a copy in its page cache is its own business.
 
 The file has no name and vanishes with the engine; confessed: each start packs anew, and writes the
-layers twice (as they came, and packed). Not known here: stages, the queue. Road not taken: to map
-the checkpoint itself, whose layout is not the one that a CPU multiplies with.
+layers twice (as they came, and packed). The checkpoint itself can't be mapped: its layout is not
+the one that a CPU multiplies with.
 """
 
 import mmap

@@ -17,8 +17,8 @@ are in flight as there are stages; a sequence samples in one of them (`Scheduler
 Invariant: **not one bit changes.** Between two layers the residual stream is two terms, and the
 next norm reads nothing but their rounded sum. So the sum alone is sent, and begins a stream.
 
-Not known here: the queue, requests, how a rank's death is noticed (parallel/processes.py). Road not
-taken: to sample on the last stage, which would need each row's rules there, and all it counts.
+How a rank's death is noticed: parallel/processes.py. To sample on the last stage would need each
+row's rules there, and all that is counted for it.
 """
 
 import time

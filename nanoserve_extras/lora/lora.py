@@ -16,9 +16,9 @@ kept, on each rank its part of the sum. Rank 0 reads an adapter, and sends it to
 from a root, a hash of the adapter's *content*: never of its name, number or path, which may stand
 for other weights later. A hit also compares the root's identity.
 
-Not known here: requests' text, the queue, KV bytes. Confessed: the mask is a hidden input of the
-layers, the only one here; and all columns are computed, with zeros for the other adapters. Road not
-taken: kernels that gather each token's adapter (Punica, S-LoRA), one more function in each twin.
+Confessed: the mask is a hidden input of the layers, the only one here; and all columns are
+computed, with zeros for the other adapters. Kernels that gather each token's adapter (Punica,
+S-LoRA) would be one more function in each twin.
 """
 
 import hashlib

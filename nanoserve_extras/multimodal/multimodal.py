@@ -18,8 +18,7 @@ Invariants. **A block is found only by who shows the same pixels**: in the key o
 first placeholder, and so in all keys behind it, is a hash of all that the tower gets
 (`CoreRequest.contents`). **An image is encoded once** while the encoder cache holds it.
 
-Not known here: how images come in (multimodal_inputs.py). Known limits: one rank; no video; no
-images for Gemma, whose image tokens see each other. Road not taken: towers of our own.
+Known limits: one rank; no video; no images for Gemma, whose image tokens see each other.
 """
 
 import weakref

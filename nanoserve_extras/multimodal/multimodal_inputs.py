@@ -6,8 +6,8 @@
     {"pixel_values": ...}, what somebody's processor made ──────► Picture
 
 Invariants: nothing is fetched, and no str names a file, because clients of the server send strings.
-The bytes, pixels and seconds of what is decoded are bounded before. Not known here: prompts, steps.
-Road not taken: rules of our own for what becomes of an image, by family; the processor knows.
+The bytes, pixels and seconds of what is decoded are bounded before. What becomes of an image is the
+processor's to know, and no rule of ours for each family.
 """
 
 import base64

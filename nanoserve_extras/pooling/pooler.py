@@ -16,8 +16,7 @@ that nothing is missing.
 Invariant: what would change the numbers and is not implemented (attention that looks ahead, dense
 layers behind the pooling) is refused by name. Heads compute in float32 whatever the model does.
 
-Not known here: requests, prompts, the engine. Road not taken: to pool on all ranks; each of them
-has the hidden states, so rank 0 can do it alone and the others need not know.
+Only rank 0 pools: each rank has the hidden states, and the others need not know.
 """
 
 import json

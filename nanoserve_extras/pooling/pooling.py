@@ -16,8 +16,7 @@ None instead of a token, and ends there, because the prompt is its maximum lengt
 Invariants: the same numbers alone, batched or in chunks. A request that needs another position than
 the last never reads the prefix cache, which keeps no hidden states. A chunk counts once.
 
-Names are vLLM's (`PoolingParams`, `pooling_task`). Not known here: blocks, the queue. Road not
-taken: an engine of its own for encoders, which would repeat what `LLM` does.
+Names are vLLM's (`PoolingParams`, `pooling_task`).
 """
 
 import time

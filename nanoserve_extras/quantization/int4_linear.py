@@ -16,8 +16,8 @@ Invariant: a product is that of `Grouped`'s weights, up to the rounding of activ
 device. There are three kinds, as of int8: `GroupedPanels` for the compiled twin, a Triton kernel
 (quantized_triton.py), and `GroupedRows`, the specification.
 
-Not known here: files, formats (quantization.py). Roads not taken: torch's own operators for 4 bits,
-which take bfloat16 and zero points of their own; searching for better scales, which gained little.
+torch's own operators for 4 bits take bfloat16 and zero points of their own. Searching for better
+scales gained little.
 """
 
 from collections.abc import Callable

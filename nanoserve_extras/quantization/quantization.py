@@ -17,9 +17,9 @@ saves no memory. `"int8"` rounds what comes out of here once more (quantized_lin
 `"int4"` 4 bits in groups are handed on as they are (int4_linear.py).
 
 Invariant: what would change the text and is not computed here is refused by name, and so is a
-matrix of which a part is missing. Not known here: layers, shares of ranks. Roads not taken: to read
-`ignore` and `targets`, patterns for modules' names, where the names of the tensors say the same;
-products of 8-bit floats, which many of the GPUs that have them refuse, or do wrong in a graph.
+matrix of which a part is missing. `ignore` and `targets`, patterns for modules' names, are not
+read: the names of the tensors say the same. There are no products of 8-bit floats, which many of
+the GPUs that have them refuse, or do wrong in a graph.
 """
 
 from collections.abc import Callable, Iterator

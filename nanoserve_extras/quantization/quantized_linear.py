@@ -16,8 +16,7 @@ compiled twin (quantized_linear.cpp), a Triton kernel (quantized_triton.py), and
 specification. Invariant: they give the same up to the rounding of activations. A layer is told its
 kind by `Placement` (quantization.py).
 
-Not known here: files, formats, 4 bits (int4_linear.py). Road not taken: torch's own int8 operators,
-which on a CPU were no faster than bfloat16.
+torch's own int8 operators were no faster on a CPU than bfloat16.
 """
 
 from collections.abc import Callable

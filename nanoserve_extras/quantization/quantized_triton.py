@@ -14,8 +14,8 @@ One program makes a tile of M rows and N outputs. It walks along the inputs, K a
 the weight becomes a matrix of x's dtype only between its load and the tensor cores.
 
 Invariant: a launch depends on shapes alone, so a CUDA graph of it stays true; sums are float32 and
-have a fixed order. Not known here: layers, files. Confessed: not measured; 1,024 outputs are 32
-programs, fewer than a GPU has multiprocessors. Road not taken: torch's own operators.
+have a fixed order. Confessed: not measured; 1,024 outputs are 32 programs, fewer than a GPU has
+multiprocessors.
 """
 
 from math import gcd

@@ -18,7 +18,7 @@ load takes 9 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row; 
 mixers take no state from outside (Mamba 1, Jamba) fail it and are refused.
 
 Known limits: one rank, no adapters; the speed of transformers' mixers, but for gated delta nets
-(recurrent_delta.py). Not known here: blocks, requests. Road not taken: mixers of our own.
+(recurrent_delta.py).
 """
 
 import weakref

@@ -10,8 +10,7 @@ it computes between them is done here, for all rows of a step at once:
 those of `ops`, in device/, and pass the same test.
 
 Invariant: nobody believes that a module computes this because it looks so. A trial of each at load
-(recurrent.py) compares, and where numbers differ transformers' own way is taken. Not known here:
-rows of a sequence, snapshots.
+(recurrent.py) compares, and where numbers differ transformers' own way is taken.
 """
 
 from types import ModuleType

@@ -17,7 +17,7 @@ the least recently used. With drafts a boundary may not be reached: it is named 
 
 Invariants (`check()` audits them): a snapshot is free, written by a step in flight, or named, and
 only one of these. A step reads a snapshot in its forward and writes one behind it, on the device
-and in the order of steps. Not known here: torch, what a state is.
+and in the order of steps.
 """
 
 import weakref

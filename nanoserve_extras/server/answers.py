@@ -14,8 +14,8 @@ Invariants: the pieces' texts joined are the whole text, and the last piece of a
 that, has a `finish_reason`. JSON has no -Infinity, so a logprob is at least `MIN_LOGPROB`.
 
 Known limit: a token's `bytes` are those of its text, and so those of U+FFFD where a token is part
-of a character. Not known here: HTTP, the engine. Road not taken: pydantic models for answers; they
-cost more time than all the rest of a stream's event, and there is an event for each token.
+of a character. Answers are no pydantic models, which cost more time than all the rest of a stream's
+event, and there is an event for each token.
 """
 
 import json

@@ -14,8 +14,7 @@ whatever is wrong with it, `prepare` raises a `ValueError` before the answer beg
 
 Invariant: when a client goes away, its request is aborted (guard.py).
 
-Not known here: the command line, keys and limits (guard.py). Road not taken: Starlette alone, on
-which FastAPI is built; FastAPI makes `/openapi.json` from the bodies' classes, which the page
+FastAPI is built on Starlette, and makes `/openapi.json` from the bodies' classes, which the page
 `/docs` shows and from which tests are generated.
 """
 

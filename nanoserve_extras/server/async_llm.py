@@ -20,8 +20,8 @@ After a failed step the requests that ran end with an error, and the engine goes
 `MAX_FAILURES` failed steps in a row, or when a rank has died, the engine is dead: `check_health`
 and every request raise. (vLLM's names: Kwon et al. 2023 and its V1 `AsyncLLM`.)
 
-Not known here: HTTP. Road not taken: a process of its own for the steps, as in vLLM; the kernels
-release Python's lock while they compute, so a thread is enough, and nothing is serialised.
+vLLM takes its steps in a process of their own; our kernels release Python's lock while they
+compute, so a thread is enough, and nothing is serialised.
 """
 
 import asyncio

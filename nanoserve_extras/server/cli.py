@@ -12,7 +12,7 @@ After SIGTERM or Ctrl-C the server takes no more connections. Running requests m
 `--drain-seconds`; then they are aborted, and the process ends with status 0.
 
 The address is 127.0.0.1 unless another is asked for: anybody could use a server without a key on
-all addresses. Not known here: endpoints. Road not taken: typer or click, for one command.
+all addresses.
 """
 
 import argparse

@@ -11,8 +11,7 @@ Invariant: a client is told the field that it can change, by its own name for it
 not the engine's `max_model_len`, `tools` and not the grammar that was made of them. Bad input is
 never a 500.
 
-Not known here: which fields there are. Road not taken: pydantic's list of all errors, in which a
-field that may be one of three types has three.
+pydantic lists all errors: for a field that may be one of three types there are three.
 """
 
 import json

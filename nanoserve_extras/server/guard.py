@@ -18,8 +18,8 @@ compute to the end.
 Invariants: a client's key is compared with all keys, each in constant time, so that the time of an
 answer says nothing about a key. A ticket is given back exactly once, also after an error.
 
-Not known here: models, what is asked. Road not taken: middleware of the web framework's own; its
-base class hides from the application that a client has gone away.
+This is no middleware of the web framework's own: its base class hides from the application that a
+client has gone away.
 """
 
 import asyncio

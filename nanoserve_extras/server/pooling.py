@@ -14,8 +14,8 @@ Which of the two a model is, its pooler knows.
 An endpoint's function checks and tokenises, and returns a coroutine that computes and may be
 cancelled. So all errors of the client are found before any computing.
 
-Not known here: HTTP, how vectors are made (pooling/pooling.py). Road not taken: the engine's own
-`embed` and `score`, which hold their thread until all is done, even if the client has gone away.
+Vectors are made in pooling/pooling.py. The engine's own `embed` and `score` would hold their thread
+until all is done, even if the client has gone away.
 """
 
 import base64

@@ -10,9 +10,8 @@ A dashboard that was made for vLLM shows these numbers, because names, labels an
 buckets are its own. A line a number is all that Prometheus' text format asks for (its version
 0.0.4); a counter's name ends with "_total", and a histogram's buckets are cumulative.
 
-Invariants: a scrape takes no lock and waits for no step, and two engines share no numbers. Not
-known here: HTTP. Road not taken: the library prometheus_client, which has a registry of its own
-numbers where these are counted already.
+Invariants: a scrape takes no lock and waits for no step, and two engines share no numbers. The
+library prometheus_client has a registry of its own numbers; these are counted already.
 """
 
 from nanoserve.engine import LLMEngine

@@ -18,8 +18,7 @@ Invariant: a field that is left out, or null, has the model's own value (generat
 which is not always the default of `SamplingParams`. Without `max_tokens` a chat may use all the
 room there is, and a completion has 16 tokens, as OpenAI's.
 
-Not known here: the engine, HTTP. Road not taken: the `openai` package's own types, which describe
-what OpenAI serves and not what this server does.
+The `openai` package's own types describe what OpenAI serves, and not what this server does.
 """
 
 import json

@@ -13,8 +13,7 @@ as JSON. What a template writes around a thought (`reasoning_content`) is found 
 **Proof.** At start five calls are rendered, read back and compared (`TemplateProbe.prove`). If one
 comes back changed, tools are refused, and the reason is said.
 
-Not known here: HTTP, streams. Road not taken: a parser for each model's format, of which vLLM and
-SGLang have some thirty.
+With a parser for each model's format there would be some thirty of them, as in vLLM and SGLang.
 """
 
 import json

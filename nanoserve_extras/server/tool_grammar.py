@@ -13,8 +13,8 @@ and a schema's `pattern` can't be kept to. Such a keyword, or one that llguidanc
 where a call is required, and passed over in `auto`: real agents send them. JSON has no white space
 to choose.
 
-Not known here: masks, which structured/structured.py makes of a grammar. Road not taken:
-llguidance's `StructTag`, which knows neither thoughts nor a second call behind a separator.
+Masks are made of a grammar in structured/structured.py. llguidance's `StructTag` knows neither
+thoughts nor a second call behind a separator.
 """
 
 import json

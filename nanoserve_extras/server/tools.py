@@ -7,8 +7,7 @@ A `TurnFormat` says what stands around the parts of a turn; tool_format.py deriv
 `TurnReader` follows one text as it comes. Text that may be the beginning of a marker is held back,
 as with stop strings, so a call is never shown as content; a call is told when it is whole.
 
-Not known here: HTTP, the template, and the grammars that keep a model to the format
-(tool_grammar.py).
+The grammars that keep a model to the format: tool_grammar.py.
 """
 
 import ast

@@ -10,8 +10,8 @@ Invariants: a recording begins with no request running, which is what it needs t
 it sees. It holds no text: to see a server's steps must not mean to read its users' prompts.
 
 Known limit: a server that is never idle shows only the first steps since it was last idle, up to
-the recorder's limit. Not known here: what is recorded, and how the page shows it. Road not taken:
-to keep the latest steps instead; a recording lists changes, so its beginning can't be cut off.
+the recorder's limit. The latest steps can't be kept instead: a recording lists changes, so its
+beginning can't be cut off.
 """
 
 from pathlib import Path

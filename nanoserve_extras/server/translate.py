@@ -10,8 +10,8 @@ texts and calls, in the order in which the model wrote them. A stream tells of e
 begins, how it grows, and that it has ended.
 
 Nothing is kept: what refers to an earlier answer, or to something that a provider hosts, is refused
-in words. Not known here: the engine, templates, formats. Road not taken: endpoints of their own
-over the engine, as in vLLM; the two would have to learn each new field of a chat.
+in words. With endpoints of their own over the engine, as in vLLM, the two would have to learn each
+new field of a chat.
 """
 
 import json

@@ -16,8 +16,8 @@ How a text ends: the parser's vocabulary has a token of its own, END, that the m
 Where END is allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints
 hold, unless they leave nothing that the grammar allows; its limits may cut a text anywhere.
 
-Not known here: logits, blocks, steps. Known limit: a text follows the grammar from its first token,
-so a model thinks first only where the grammar has a place for it (server/tool_grammar.py).
+Known limit: a text follows the grammar from its first token, so a model thinks first only where the
+grammar has a place for it (server/tool_grammar.py).
 """
 
 import json

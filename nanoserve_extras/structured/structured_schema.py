@@ -19,8 +19,8 @@ know. A definition may be an object by itself, too: as a part it has an open twi
 
 Each alternative gets a lid of its own, unless the alternatives stand behind a reference.
 
-Invariant: what matches a schema as it is compiled is valid by the one that was asked for. Not known
-here: tokens, requests. Road not taken: to merge the parts, whose types and limits may differ.
+Invariant: what matches a schema as it is compiled is valid by the one that was asked for. The parts
+are not merged, as their types and limits may differ.
 """
 
 import re

@@ -9,8 +9,8 @@ import from. All of these stand-ins know the same names, because vLLM moves name
 modules. A name that is missing here has its row in frontend/vllm.py, as every other word of vLLM's.
 
 Invariant: nothing is replaced by something that does less: a stand-in has a name only if what it
-stands for is here. Known limit: what a script reads of vLLM's insides is not there. Not known here:
-what the names mean. Road not taken: to patch the script's text, which would change its lines.
+stands for is here. Known limit: what a script reads of vLLM's insides is not there. The script's
+text is not patched, which would change its lines.
 """
 
 import argparse

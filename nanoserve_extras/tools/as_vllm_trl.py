@@ -11,8 +11,8 @@ behind the last one.
 Invariant: logprobs are those of the distribution that was drawn from, or there is an error. The
 engine's are the model's own, which is the same while nothing edits, heats or filters them.
 
-Not known here: what TRL does with texts. Road not taken: its `vllm_mode="server"`, which sends
-weights by NCCL to another process: it is refused where it begins.
+TRL's `vllm_mode="server"`, which sends weights by NCCL to another process, is refused where it
+begins.
 """
 
 import weakref

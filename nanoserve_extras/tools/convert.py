@@ -12,9 +12,8 @@ and every entry of its metadata is known. A network that the engine would refuse
 weights are read, and before the folder has its name the engine has written a text from it, which is
 that of transformers.
 
-Not known here: how blocks are stored. Confessed: all weights are in memory in float32. Road not
-taken: blocks that stay as they are, as in llama.cpp: some thirty kinds, each with products of its
-own.
+Confessed: all weights are in memory in float32. llama.cpp computes with blocks as they are: some
+thirty kinds, each with products of its own.
 """
 
 import argparse

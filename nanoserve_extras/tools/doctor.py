@@ -8,8 +8,8 @@
     times        bytes that are read a second, and their share of this machine's own copy
     ranks        on several GPUs one all_reduce for each pair
 
-The status is 0 if all that an engine would run here is right, else 1. Not known here: text, and
-speed of a whole model (`nanoserve verify` and `python -m benchmarks.gpu --quick`).
+The status is 0 if all that an engine would run here is right, else 1. Texts are compared by
+`nanoserve verify`, and a whole model's speed is measured by `python -m benchmarks.gpu --quick`.
 """
 
 import argparse

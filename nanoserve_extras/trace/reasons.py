@@ -14,8 +14,8 @@ all that stand behind it wait for that alone.
 Invariant: each sequence that is known to the scheduler and has no share of the step gets exactly
 one reason here, or stands behind the next in line. Asking changes nothing, and costs O(running)
 however long the queue is. Known limit: drafts take budget and blocks that are left at the end of
-`schedule()`, so with drafts a sentence may name fewer free blocks than there were. Not known here:
-pages, tables, torch. Road not taken: sentences made by the scheduler, in its hot path.
+`schedule()`, so with drafts a sentence may name fewer free blocks than there were. The scheduler
+makes no sentences in its hot path.
 """
 
 from dataclasses import dataclass, field
