@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve import ops
-from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checkpoint.rope_frequencies import rope_frequencies
+from nanoserve.checkpoint.rope import Rope
 from nanoserve.parallel.ranks import SOLO, Ranks, Span, copy_share
 
 Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` of any layer
@@ -235,11 +234,11 @@ class RotaryEmbedding(nn.Module):
     131,072 positions takes 64 MB and saves next to nothing.
     """
 
-    def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device):
+    def __init__(self, rope: Rope, device: torch.device):
         super().__init__()
-        frequencies = rope_frequencies(head_dim, rope).repeat(2).to(device)  # both halves
-        self.register_buffer("frequencies", frequencies, persistent=False)
-        self.scale = rope.attention_factor
+        frequencies = torch.tensor(rope.frequencies, dtype=torch.float32, device=device)
+        self.register_buffer("frequencies", frequencies.repeat(2), persistent=False)  # both halves
+        self.scale = rope.scale
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions (num_tokens,) -> cos and sin, each (num_tokens, head_dim). Both in float32,

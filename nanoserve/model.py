@@ -54,9 +54,9 @@ class Decoder(nn.Module):
         vocabulary = on.ranks.share(config.vocab_size)
         self.embed_tokens = on.embedding(vocabulary, config.hidden_size, on,
                                          tied=config.tie_word_embeddings)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
+        self.rotary = RotaryEmbedding(config.rope, on.device)
         self.rotary_local = None if config.rope_local is None else RotaryEmbedding(
-            config.head_dim, config.rope_local, on.device)
+            config.rope_local, on.device)
         self.layers = nn.ModuleList(
             DecoderLayer(config, i, on, expert_parallel) if i in self.here else nn.Identity()
             for i in everything)

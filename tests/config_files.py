@@ -1,6 +1,7 @@
 """config.json files in memory, with nothing in them that could be left out. No torch."""
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope import Rope
 
 SIZES = dict(vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
@@ -17,3 +18,12 @@ def read(family: str, **entries) -> ModelConfig:
     """A config.json of that family with nothing in it but the sizes that have no default."""
     return ModelConfig.from_dict(
         dict(architectures=[f"{family}ForCausalLM"]) | EMPTY | entries)
+
+
+def small_llama(**fields) -> ModelConfig:
+    """What `LLAMA` becomes, without transformers, which would read it."""
+    return ModelConfig(**dict(
+        architecture="LlamaForCausalLM", **SIZES, head_dim=16, rms_norm_eps=1e-6, rope=Rope(),
+        tie_word_embeddings=False, dtype="float32", eos_token_ids=(), generation_defaults={},
+        windows=(None,) * 2, moe_layers=(False,) * 2, activation="silu",
+        attention_scale=0.25) | fields)

@@ -18,16 +18,15 @@ BOTTOM_UP = ("config", "sequence", "extra", "block_manager", "scheduler", "batch
              "model", "controls", "sampler", "model_runner", "engine", "llm")
 READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "ops", "layers",
                  "model", "sampler", "config", "controls", "model_runner", "extra", "llm")
-CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope_config", "checkpoint/wrappings"]
+CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope", "checkpoint/wrappings"]
 # Bottom up: a file may import what its row allows; a pattern stands for several files.
 MAY_IMPORT = {
     "frontend/rules": [],
     "frontend/vllm": [],
     "checkpoint/hub": [],
-    "checkpoint/rope_config": [],
-    "checkpoint/rope_frequencies": ["checkpoint/rope_config"],
+    "checkpoint/rope": [],
     "checkpoint/wrappings": [],
-    "checkpoint/model_config": ["checkpoint/rope_config", "checkpoint/wrappings"],
+    "checkpoint/model_config": ["checkpoint/rope", "checkpoint/wrappings"],
     "checkpoint/tokenizers": ["checkpoint/hub"],
     "parallel/*": ["parallel/*"],
     "frontend/facts": [],
@@ -39,7 +38,7 @@ MAY_IMPORT = {
     "batch": ["sequence"],
     "ops": ["batch"],
     "device/*": ["batch", "ops", "config", "sequence", "device/*"],
-    "layers": ["ops", "parallel/*", "checkpoint/rope_frequencies", *CONFIG_FILES],
+    "layers": ["ops", "parallel/*", *CONFIG_FILES],
     "model": ["layers", "batch", *CONFIG_FILES],
     "controls": ["sequence", "batch", "config", "ops"],
     "sampler": ["sequence", "batch", "config", "ops", "controls"],
@@ -71,7 +70,7 @@ IDEAS = {
 }
 
 # Can be read, run and tested without torch, in seconds.
-PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
+PURE = ["checkpoint/hub", "checkpoint/rope", "checkpoint/wrappings",
         "checkpoint/model_config", "config", "sequence", "extra", "block_manager", "scheduler",
         "frontend/command", "frontend/defaults", "frontend/facts",
         "frontend/metrics", "frontend/progress", "frontend/prompts", "frontend/rules",
@@ -80,7 +79,8 @@ PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
 HOMES = {"safetensors": ["checkpoint/loader", "checkpoint/wrappings"],
          "triton": ["device/kernels", "device/kernels_delta", "device/kernels_fused",
                     "device/kernels_sampling"],
-         "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}
+         "transformers": ["checkpoint/model_config", "checkpoint/rope", "checkpoint/tokenizers"],
+         "huggingface_hub": ["checkpoint/hub"]}
 
 
 def read(name: str, package: Path = PACKAGE) -> str:

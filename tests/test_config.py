@@ -8,9 +8,9 @@ import re
 
 import pytest
 from clean_process import EXTRAS, PACKAGE
-from config_files import LLAMA
+from config_files import small_llama
 
-from nanoserve.checkpoint.model_config import ModelConfig, RopeConfig
+from nanoserve.checkpoint.rope import Rope
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve_extras.engine_args import EngineArgs
 
@@ -95,7 +95,7 @@ def test_every_option_and_control_is_read_somewhere():
 
 def test_configs_are_frozen():
     """What is only known later (the number of KV blocks) is never written into a config."""
-    for config in (EngineConfig(model="none"), ModelConfig.from_dict(LLAMA), RopeConfig()):
+    for config in (EngineConfig(model="none"), small_llama(), Rope()):
         for field in dataclasses.fields(config):
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(config, field.name, 1)

@@ -100,7 +100,7 @@ def test_hf_overrides_are_laid_over_the_file(dummy):
                 kernels="torch")
     assert len(llm.runner.model.layers) == len(llm.runner.kv_cache) == 1
     assert llm.runner.kv_cache[0][0].shape[-1] == 24
-    assert llm.model_config.rope.theta == 77.0
+    assert llm.model_config.rope.frequencies[1] == pytest.approx(77 ** (-2 / 24))
     assert_serves(llm)
     with pytest.raises(ValueError, match="hidden_act='relu'"):
         start(dummy, hf_overrides=dict(hidden_act="relu"))

@@ -1,84 +1,82 @@
-"""What a checkpoint is: `ModelConfig`, read from a Hugging Face `config.json`.
+"""What a checkpoint is: `ModelConfig`, of what transformers reads in its `config.json`.
 
 Nine families are one decoder with different flags, and here is where the flags come from. Files
-come in dialects: old and new spellings of the RoPE settings, `torch_dtype` or `dtype`, sizes that
-are left out when they can be derived or when they are the default of the family's class. Every
-dialect is absorbed here; the rest of the engine asks "is there a q-norm?", never "is it a Qwen3?".
+come in dialects: old and new spellings, sizes that are left out when they can be derived or when
+they are the default of the family's class. transformers' config classes know them all; the rest of
+the engine asks "is there a q-norm?", never "is it a Qwen3?".
 
     config.json            {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1000000, ...}
-      over FAMILIES[...]   what the family's files leave out, or never say because it is always so
-      becomes              ModelConfig(qk_norm=True, windows=(None, ...), rope=RopeConfig(...), ...)
+      read by              transformers' Qwen3Config, of the entries that it knows
+      and FAMILIES[...]    what the family's files never say, because it is always so
+      becomes              ModelConfig(qk_norm=True, windows=(None, ...), rope=Rope(...), ...)
 
 Invariant: a feature that is not implemented is refused by name. To ignore it would give fluent but
 wrong text.
 
-Not known here: torch, tensors, options of the engine. Road not taken: transformers' own
-`AutoConfig`. It reads all dialects, but its import is slow, and it accepts features that this
-engine does not have.
+Not known here: tensors, options of the engine. transformers is imported when a file is read: it
+brings torch, and takes seconds, which a tokenizer takes anyway. Road not taken: its `AutoConfig`
+chooses a class by `model_type`; here `architectures` decides, as for the network.
 """
 
 import json
+import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checkpoint.rope_config import (
-    RopeConfig,
+from nanoserve.checkpoint.rope import (
+    KINDS,
+    RECIPE_NUMBERS,
+    Rope,
+    check_ropes,
+    make_rope,
     override_new_spelling,
-    read_flag,
-    read_number,
-    read_ropes,
     stretched_length,
 )
 from nanoserve.checkpoint.wrappings import TEXTS, WRAPPINGS, flatten, stored_names
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-# What each family's config.json may leave out (the defaults of its class in transformers) and
-# what it never says because it is always so. Everything else about a family is read from the file.
-_GEMMA = dict(hidden_activation="gelu_pytorch_tanh", head_dim=256, norm_offset=True,
-              scale_embedding=True, post_norms=True, tie_word_embeddings=True, sliding_window=4096,
-              num_key_value_heads=4, query_pre_attn_scalar=256, final_logit_softcapping=None,
-              attention_bias=False, layer_types=None)
-_QWEN = dict(sliding_window=4096, use_sliding_window=False)
-_QWEN2 = _QWEN | dict(max_position_embeddings=32768, qkv_bias=True, max_window_layers=28,
-                      layer_types=None)
-FAMILIES: dict[str, dict] = {
-    "LlamaForCausalLM": dict(max_position_embeddings=2048, attention_bias=False, mlp_bias=False),
-    "MistralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
-                               sliding_window=4096, layer_types=None),
-    "Qwen2ForCausalLM": _QWEN2,
-    "MiMoForCausalLM": _QWEN2,  # with layers for drafts
-    "Qwen3ForCausalLM": _QWEN | dict(max_position_embeddings=32768, qk_norm=True, head_dim=128,
-                                     max_window_layers=28, layer_types=None, attention_bias=False),
-    "MixtralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
-                               sliding_window=None, rms_norm_eps=1e-5, rope_theta=1e6,
-                               num_experts=8, num_experts_per_tok=2),
-    "Qwen3MoeForCausalLM": _QWEN | dict(max_position_embeddings=32768, qk_norm=True,
-                                        num_key_value_heads=4, num_experts=128,
-                                        num_experts_per_tok=8, norm_topk_prob=False,
-                                        moe_intermediate_size=768, decoder_sparse_step=1,
-                                        mlp_only_layers=[], attention_bias=False),
-    "Gemma2ForCausalLM": _GEMMA | dict(max_position_embeddings=8192, full_every=2,
-                                       attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
-    "Gemma3ForCausalLM": dict(_GEMMA, max_position_embeddings=131072, sliding_window_pattern=6,
-                              qk_norm=True, rope_theta=1e6, rope_local_base_freq=1e4),
+# By architecture: the class of transformers that reads its files, by its model_type, and what files
+# never say because it is always so.
+_GEMMA = dict(norm_offset=True, scale_embedding=True, post_norms=True)
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "LlamaForCausalLM": ("llama", {}),
+    "MistralForCausalLM": ("mistral", {}),
+    "Qwen2ForCausalLM": ("qwen2", dict(qkv_bias=True)),
+    "MiMoForCausalLM": ("qwen2", dict(qkv_bias=True)),  # with layers for drafts; it has no class
+    "Qwen3ForCausalLM": ("qwen3", dict(qk_norm=True)),
+    "MixtralForCausalLM": ("mixtral", {}),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", dict(qk_norm=True)),
+    "Gemma2ForCausalLM": ("gemma2", _GEMMA),
+    # Its class has the soft-cap of Gemma 2's attention, and its network does not look at it.
+    "Gemma3ForCausalLM": ("gemma3_text", dict(_GEMMA, qk_norm=True, attention_softcap=None)),
 }
 # The end of an architecture's name is the head's. The layers below are those of ...ForCausalLM.
 ENDINGS = "Model, EmbeddingModel, ForSequenceClassification, ForRewardModel, ForRewardModeling"
 HEAD = re.compile(rf"(Text)?(ForCausalLM|{ENDINGS.replace(', ', '|')})$")
 SUPPORTED = f"one of {', '.join(FAMILIES)}, or with another ending that pools: {ENDINGS}"
-# Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
-OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+# Entries where null means "off", or as many as heads; in all others it means "as usual", like
+# leaving the entry out.
+MEANT_NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping",
+               "num_key_value_heads")
 # How a file says that its weights are quantised; the second name is MLX's.
 QUANTIZED = ("quantization_config", "quantization")
-# Entries of some families alone, which have a default for them above; in others' files they mean
-# nothing, as in transformers.
-OF_SOME_FAMILIES = {entry for family in FAMILIES.values() for entry in family} - {
-    "head_dim", "max_position_embeddings", "num_experts", "num_experts_per_tok",
-    "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings"}
-
+# Older names, and two that networks look for in every file: classes take them undeclared.
+UNDECLARED = ("head_dim", "tie_word_embeddings", "sliding_window_pattern", "rope_theta",
+              "rope_scaling", "rope_local_base_freq", "partial_rotary_factor",
+              "original_max_position_embeddings")
+# What a file must have, unless it is a wrapping's: heads by default would give wrong text.
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+          "intermediate_size")
+WHOLE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window",
+         "sliding_window_pattern", "max_window_layers", "num_experts", "num_local_experts",
+         "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+# What a number must be above.
+BOUNDS = dict.fromkeys((*WHOLE, *RECIPE_NUMBERS, "rms_norm_eps", "query_pre_attn_scalar",
+                        "attn_logit_softcapping", "final_logit_softcapping"), 0) | {
+    "max_window_layers": -1, "rope_theta": 1, "rope_local_base_freq": 1}
 
 # Entries that count layers (the first group), tokens, or rows of weights.
 SIZE = re.compile(r"^(n\w*_\w*layers?|\w+coder_layers|depth)$|_(window)$"
@@ -104,7 +102,7 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
+    rope: Rope
     tie_word_embeddings: bool  # the LM head is the embedding matrix
     qkv_bias: bool = False  # biases on the q, k and v projections ...
     o_bias: bool = False  # ... and on the output projection: Qwen2 has only the first
@@ -129,7 +127,7 @@ class ModelConfig:
     attention_scale: float  # scores are q * k times this
     attention_softcap: float | None = None  # scores are squeezed into (-cap, cap)
     logits_softcap: float | None = None
-    rope_local: RopeConfig | None = None  # RoPE of the layers with a window, where it differs
+    rope_local: Rope | None = None  # RoPE of the layers with a window, where it differs
     # How weights are stored where they are quantised, as the file says.
     quantization: dict | None = None
 
@@ -153,46 +151,42 @@ class ModelConfig:
         """Whether the engine's own decoder computes this architecture. It is causal, and so not for
         EmbeddingGemma, a Gemma 3 that looks ahead."""
         config = read_flat(Path(folder), overrides or {})
-        family = find_family(config)
-        looks_ahead = family is FAMILIES["Gemma3ForCausalLM"] and config.get(
-            "use_bidirectional_attention")
-        return family is not None and not looks_ahead
+        kind, _ = find_family(config) or (None, {})
+        return kind is not None and not (
+            kind == "gemma3_text" and config.get("use_bidirectional_attention"))
 
     @classmethod
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
         """Read the contents of the two files."""
-        architecture = read_architecture(config)
-        family = find_family(config)
-        if family is None:
+        architecture, found = read_architecture(config), find_family(config)
+        if found is None:
             raise ValueError(f"the architecture {architecture} is not supported: choose "
                              f"{SUPPORTED}")
-        config = family | {k: v for k, v in config.items() if (
-            v is not None or k in OFF_WHEN_NULL) and (k in family or k not in OF_SOME_FAMILIES)}
+        kind, flags = found
         _refuse_what_is_not_implemented(config)
-        sizes = _read_sizes(config)
+        entries = _without_nulls(config)
+        if architecture not in WRAPPINGS:
+            entries = dict.fromkeys(NEEDED) | entries
+        hf, rope, rope_local = _read_by_transformers(kind, entries)
         generation = generation or {}
-        rope, rope_local = read_ropes(config)
-        sizes["max_position_embeddings"] = stretched_length(config, rope)
-        bias = read_flag(config, "attention_bias", False)
-        scale = read_number(config, "query_pre_attn_scalar", sizes["head_dim"]) ** -0.5
-        return cls(
+        bias = getattr(hf, "attention_bias", False)
+        said = dict(
+            num_key_value_heads=hf.num_key_value_heads or hf.num_attention_heads,
+            head_dim=hf.head_dim, rope=rope, rope_local=rope_local,
+            qkv_bias=bias, o_bias=bias, mlp_bias=getattr(hf, "mlp_bias", False),
+            windows=_read_windows(hf), activation=_read_activation(hf),
+            attention_scale=getattr(hf, "query_pre_attn_scalar", hf.head_dim) ** -0.5,
+            attention_softcap=getattr(hf, "attn_logit_softcapping", None),
+            logits_softcap=getattr(hf, "final_logit_softcapping", None))
+        return _checked(cls(
             architecture=architecture, has_towers=architecture in WRAPPINGS,
             pools=not architecture.endswith(("ForCausalLM", "ForConditionalGeneration")),
-            **sizes, **_read_experts(config, family, sizes),
-            **{flag: family.get(flag, False) for flag in (
-                "qk_norm", "norm_offset", "scale_embedding", "post_norms")},
-            rms_norm_eps=read_number(config, "rms_norm_eps", 1e-6),
-            rope=rope, rope_local=rope_local,
-            tie_word_embeddings=read_flag(config, "tie_word_embeddings", False),
-            qkv_bias=bias or family.get("qkv_bias", False), o_bias=bias,
-            mlp_bias=read_flag(config, "mlp_bias", False),
-            windows=_read_windows(config, family, sizes["num_hidden_layers"]),
-            activation=ACTIVATIONS[_activation(config)], attention_scale=scale,
-            attention_softcap=_softcap(config, "attn_logit_softcapping"),
-            logits_softcap=_softcap(config, "final_logit_softcapping"),
-            dtype=read_dtype(config),
+            tie_word_embeddings=getattr(hf, "tie_word_embeddings", False),
+            **{name: getattr(hf, name) for name in (
+                *NEEDED, "max_position_embeddings", "rms_norm_eps")},
+            **said | flags, **_read_experts(hf), dtype=read_dtype(config),
             eos_token_ids=read_eos(config, generation),
-            generation_defaults=generation, quantization=read_quantization(config))
+            generation_defaults=generation, quantization=read_quantization(config)))
 
     @property
     def has_lm_head(self) -> bool:
@@ -230,11 +224,11 @@ def read_flat(folder: Path, overrides: dict) -> dict:
     return flatten(architecture, config, overrides, names)
 
 
-def find_family(config: dict) -> dict | None:
-    """What `FAMILIES` has for a config, a wrapping's being flat; None for a network not ours."""
+def find_family(config: dict) -> tuple[str, dict] | None:
+    """The row of `FAMILIES` for a config, a wrapping's being flat; None for a network not ours."""
     architecture, kind = read_architecture(config), str(config.get("model_type"))
     if architecture in WRAPPINGS:
-        return FAMILIES[TEXTS[kind][0]] if kind in TEXTS else None
+        return (kind, FAMILIES[TEXTS[kind]][1]) if kind in TEXTS else None
     return FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
 
 
@@ -290,73 +284,107 @@ def inside(folder: Path, name: str | Path) -> Path:
     return folder / name
 
 
-def _read_sizes(config: dict) -> dict[str, Any]:
-    """Sizes as the file or its family has them. Where both are silent, every head has its own keys
-    and values, and the heads share the hidden size out evenly (64 heads of 128 for 8,192)."""
-    sizes = {name: _size(config, name) for name in (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-        "intermediate_size", "max_position_embeddings")}
-    num_heads = sizes["num_attention_heads"]
-    sizes["num_key_value_heads"] = _size(config, "num_key_value_heads", num_heads)
-    sizes["head_dim"] = _size(config, "head_dim", sizes["hidden_size"] // num_heads)
-    if num_heads % sizes["num_key_value_heads"]:
+def _without_nulls(entries: dict) -> dict:
+    """A copy: transformers writes to RoPE's objects."""
+    return {name: _without_nulls(value) if isinstance(value, dict) else value
+            for name, value in entries.items() if value is not None or name in MEANT_NULLS}
+
+
+def _read_by_transformers(kind: str, config: dict) -> tuple[Any, Rope, Rope | None]:
+    """The config that transformers' class of this model_type makes of the file, with RoPE of all
+    layers, and of those with a window where the file tells them apart (Gemma 3).
+
+    Entries that mean something to another family alone mean nothing, as in transformers: only what
+    the class knows is read. Raises `ValueError`."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    if kind == "mistral" and "layer_types" in config:
+        kind = "ministral"  # as transformers does
+    made_by, by_kind = CONFIG_MAPPING[kind], kind == "gemma3_text"
+    known = {f.name for f in fields(made_by) if not f.name.endswith("_token_id")}
+    known -= {f.name for f in fields(PreTrainedConfig)}  # dtype, labels: nothing of the network
+    known |= {*UNDECLARED, *(name for pair in made_by.attribute_map.items() for name in pair)}
+    entries = {name: value for name, value in config.items() if name in known}
+    _check_numbers(entries)
+    check_ropes(entries, by_kind)
+    for recipe in (entries.get("rope_scaling", {}), entries.get("rope_parameters", {})):
+        if "type" in recipe:  # the older name, which Gemma 3's class passes over
+            recipe.setdefault("rope_type", recipe["type"])
+    entries["max_position_embeddings"] = max(stretched_length(entries), entries.get(
+        "max_position_embeddings", made_by.max_position_embeddings))
+    try:
+        hf = made_by(**entries)
+        hf.head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        if by_kind:  # what no layer is has no complete recipe, and gets the other's
+            ropes = [make_rope(hf, layers if layers in hf.layer_types else hf.layer_types[0])
+                     for layers in KINDS]
+        else:
+            ropes = [make_rope(hf), None]
+    except Exception as error:  # whatever its checks raise; they name the field and the value
+        why = " ".join(str(error).split())  # on one line
+        raise ValueError(f"config.json: transformers' {made_by.__name__} can't read it: {why:.300};"
+                         " correct the entry, or give another with hf_overrides={...}") from error
+    return hf, *ropes
+
+
+def _check_numbers(entries: dict) -> None:
+    """Also those in RoPE's objects. `true`, which Python takes for 1, is no number."""
+    for name, value in entries.items():
+        if isinstance(value, dict):
+            _check_numbers(value)
+        elif name in BOUNDS and not (value is None and name in MEANT_NULLS):
+            bound, types = BOUNDS[name], (int,) if name in WHOLE else (int, float)
+            if type(value) not in types or not bound < value < math.inf:
+                raise ValueError(f"config.json: {name} must be a {'whole ' * (name in WHOLE)}number"
+                                 f" above {bound}, got {value!r}")
+
+
+def _checked(config: ModelConfig) -> ModelConfig:
+    """The same, unless its sizes do not fit together."""
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads={num_heads} is not a multiple of "
-                         f"num_key_value_heads={sizes['num_key_value_heads']} in config.json")
-    if sizes["head_dim"] % 2:
-        raise ValueError(f"head_dim={sizes['head_dim']} in config.json is odd: RoPE turns "
-                         "pairs of dimensions")
-    return sizes
+                         f"num_key_value_heads={num_kv_heads} in config.json")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim={config.head_dim} in config.json is odd: RoPE turns pairs of "
+                         "dimensions")
+    if config.num_experts_per_tok > config.num_experts:
+        raise ValueError(f"config.json: num_experts_per_tok={config.num_experts_per_tok} but "
+                         f"num_experts={config.num_experts}")
+    return config
 
 
-def _read_experts(config: dict, family: dict, sizes: dict[str, Any]) -> dict:
-    """Mixtral and transformers 5 say `num_local_experts`, Qwen says `num_experts`."""
-    num_layers = sizes["num_hidden_layers"]
-    if "num_experts" not in family:
+def _read_experts(hf: Any) -> dict:
+    """Every `decoder_sparse_step`-th layer has experts, but for those that are named as dense;
+    where a class knows neither, as Mixtral's, all layers have them, as wide as an MLP."""
+    num_layers = hf.num_hidden_layers
+    if not hasattr(hf, "num_experts"):
         return dict(moe_layers=(False,) * num_layers)
-    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    num_experts = _size(config, name)
-    per_token = _size(config, "num_experts_per_tok")
-    if per_token > num_experts:
-        raise ValueError(f"config.json: num_experts_per_tok={per_token} but {name}={num_experts}")
-    # Every `decoder_sparse_step`-th layer has experts, but for those that are named as dense.
-    every, dense = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
-        raise ValueError(f"config.json: mlp_only_layers={dense!r} must be a list of layers")
+    every, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", ())
     return dict(
         moe_layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers)),
-        num_experts=num_experts, num_experts_per_tok=per_token,
-        moe_intermediate_size=_size(config, "moe_intermediate_size", sizes["intermediate_size"]),
-        norm_topk_prob=read_flag(config, "norm_topk_prob", True))
+        num_experts=hf.num_experts, num_experts_per_tok=hf.num_experts_per_tok,
+        moe_intermediate_size=getattr(hf, "moe_intermediate_size", hf.intermediate_size),
+        norm_topk_prob=getattr(hf, "norm_topk_prob", True))
 
 
-def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer. A file names the layers' types, or a rule: every n-th sees
-    everything (Gemma), the first n do (Qwen 2 and 3). Others have one for all layers, or none, and
-    what their files say about single layers is ignored, as transformers does. The exception is a
-    Mistral file with layer types, which is a Ministral's: its types are used."""
-    every = _size(config, "sliding_window_pattern", family.get("full_every", num_layers + 1))
-    first, kinds = _size(config, "max_window_layers", 0, low=0), config.get("layer_types")
-    if kinds is None:
-        kinds = ["full_attention" if i < first or (i + 1) % every == 0 else "sliding_attention"
-                 for i in range(num_layers)]
-    if not isinstance(kinds, (list, tuple)) or len(kinds) != num_layers or any(
-            kind not in ("full_attention", "sliding_attention") for kind in kinds):
-        raise ValueError(f"config.json: layer_types={kinds!r} must name full_attention or "
-                         f"sliding_attention for each of {num_layers} layers")
-    if config.get("sliding_window") is None or not read_flag(config, "use_sliding_window", True):
-        return (None,) * num_layers
-    window = _size(config, "sliding_window")
+def _read_windows(hf: Any) -> tuple[int | None, ...]:
+    """The window of each layer. A class that knows no types of layers has one window for all."""
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
+    if not {*kinds} <= {*KINDS}:
+        raise ValueError(f"config.json: layer_types={kinds!r} must name {' or '.join(KINDS)} for "
+                         "each layer")
+    window = getattr(hf, "sliding_window", None)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _activation(config: dict) -> str:
+def _read_activation(hf: Any) -> str:
     """Gemma's files have both names; `hidden_activation` is the right one."""
-    return config.get("hidden_activation", config.get("hidden_act", "silu"))
-
-
-def _softcap(config: dict, name: str) -> float | None:
-    """None for no cap (a file says so with null). Anything but a number above 0 is refused."""
-    return None if config.get(name) is None else read_number(config, name)
+    name = "hidden_activation" if hasattr(hf, "hidden_activation") else "hidden_act"
+    if (activation := getattr(hf, name)) not in ACTIVATIONS:
+        raise ValueError(f"config.json: {name}={activation!r} is not supported: choose one of "
+                         f"{', '.join(ACTIVATIONS)}, or model_impl='transformers'")
+    return ACTIVATIONS[activation]
 
 
 def read_dtype(config: dict) -> str:
@@ -374,16 +402,6 @@ def read_quantization(config: dict) -> dict | None:
     if entry is not None and not isinstance(entry, dict):
         raise ValueError(f"config.json: quantization_config={entry!r:.60} must be an object")
     return entry if entry and entry.get("quant_method") is not None else None
-
-
-def _size(config: dict, name: str, default: int | None = None, low: int = 1) -> int:
-    """One entry. Raises `ValueError` unless it is a whole number of at least `low`; `true`, which
-    Python takes for 1, is none."""
-    value = config.get(name, default)
-    if type(value) is not int or value < low:
-        raise ValueError(f"config.json: {name} must be a whole number of at least {low}, got "
-                         f"{value!r}")
-    return value
 
 
 def read_generation(folder: Path, overrides: dict) -> dict:
@@ -406,14 +424,12 @@ def read_eos(config: dict, generation: dict) -> tuple[int, ...]:
 
 
 def _refuse_what_is_not_implemented(config: dict) -> None:
-    """The entries that would change the network in a way that nothing here computes."""
-    if not isinstance(_activation(config), str) or _activation(config) not in ACTIVATIONS:
-        name = "hidden_activation" if "hidden_activation" in config else "hidden_act"
-        raise ValueError(f"config.json: {name}={_activation(config)!r} is not supported: choose "
-                         f"one of {', '.join(ACTIVATIONS)}, or model_impl='transformers'")
-    if read_flag(config, "use_bidirectional_attention", False):
-        raise ValueError("config.json: use_bidirectional_attention=True is not supported: text is "
-                         "generated causally")
-    if not read_flag(config, "is_causal", True):
-        raise ValueError("config.json: is_causal=False is not supported: every token would see "
-                         "those behind it, and text is computed causally here")
+    """The entries that would change the network in a way that nothing here computes, in whichever
+    family's file."""
+    for name, usual, why in (
+            ("use_bidirectional_attention", False, "text is generated causally"),
+            ("is_causal", True, "every token would see those behind it"),
+            ("per_layer_config", None, "layers would differ in more than their windows")):
+        if config.get(name) not in (None, usual):
+            raise ValueError(f"config.json: {name}={config[name]!r:.80} is not supported: {why}; "
+                             "leave it out, or use model_impl='transformers'")

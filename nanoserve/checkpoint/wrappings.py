@@ -8,9 +8,9 @@ Somebody who only wants text runs the part in the middle, whose sizes and tensor
                   model.language_model.layers.0...        beside model.visual...
                   model.layers.0...                       beside visual...
 
-`flatten` makes one object of the two: the text's entries, what stands outside alone, and defaults
-of the text's class, which such files leave out more than others do (Gemma 3 4B doesn't say how many
-heads it has). With text alone, M-RoPE's three positions (time, height, width; Qwen2-VL, Wang et al.
+`flatten` makes one object of the two: the text's entries, and what stands outside alone. Such files
+leave out more defaults of the text's class than others do: Gemma 3 4B doesn't say how many heads it
+has. With text alone, M-RoPE's three positions (time, height, width; Qwen2-VL, Wang et al.
 2024) are equal, so it is RoPE: Qwen2.5-VL *is* Qwen2, and Qwen3-VL *is* Qwen3.
 
 Invariant: only wrappings of the table are read. Others may do more with text than their text
@@ -23,25 +23,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-_7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
-_QWEN_VL = dict(vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
-                num_attention_heads=64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6,
-                max_window_layers=80)
-_QWEN = _7B | dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32)
-# By the text's model_type: the family, and the defaults of its class in transformers.
-TEXTS: dict[str, tuple[str, dict]] = {
-    "llama": ("LlamaForCausalLM", _7B | dict(vocab_size=32000, intermediate_size=11008)),
-    "mistral": ("MistralForCausalLM", _7B | dict(vocab_size=32000, intermediate_size=14336)),
-    "qwen2": ("Qwen2ForCausalLM", _QWEN),
-    "qwen3": ("Qwen3ForCausalLM", _QWEN),
-    "qwen2_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
-    "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
-    "qwen3_vl_text": ("Qwen3ForCausalLM", _QWEN | dict(max_position_embeddings=128000,
-                                                       rope_theta=5e5)),
-    "gemma3_text": ("Gemma3ForCausalLM", dict(
-        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
-        num_attention_heads=8)),
-}
+# By the text's model_type, which names its class in transformers: the family.
+TEXTS = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen3_vl_text": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM"}
 # By architecture: the model_type of a text_config that names none.
 WRAPPINGS = {
     "Gemma3ForConditionalGeneration": "gemma3_text", "Idefics3ForConditionalGeneration": "llama",
@@ -71,8 +58,7 @@ def flatten(architecture: str, config: dict, overrides: dict, names: list[str]) 
         return config | overrides
     inner = text_part(architecture, config)
     kind = inner.get("model_type", WRAPPINGS[architecture])
-    defaults = TEXTS[kind][1] if kind in TEXTS else {}
-    text = defaults | inner | {k: config[k] for k in OUTER if config.get(k) is not None}
+    text = inner | {k: config[k] for k in OUTER if config.get(k) is not None}
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := text.get(name), dict) and "mrope" in rope.values():
             text[name] = {k: "default" if v == "mrope" else v for k, v in rope.items()}

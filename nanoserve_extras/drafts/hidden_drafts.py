@@ -93,7 +93,7 @@ class EagleHead(Head):
         self.size = entries.get("draft_vocab_size") or config.vocab_size
         self.lm_head = on.linear(config.hidden_size, {"lm_head": on.ranks.share(self.size)}, False,
                                  on)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
+        self.rotary = RotaryEmbedding(config.rope, on.device)
         self.targets = torch.arange(self.size, device=on.device)  # the model's ids of its tokens
 
     def tap(self, model: Decoder) -> LayerTaps:
@@ -136,7 +136,7 @@ class OwnHead(Head):
         self.input_proj = on.linear(2 * config.hidden_size, {"input_proj": config.hidden_size},
                                     False, on)
         self.block = DecoderLayer(config, 0, on, False)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
+        self.rotary = RotaryEmbedding(config.rope, on.device)
 
     def tap(self, model: Decoder) -> LastTap:
         return LastTap(model)

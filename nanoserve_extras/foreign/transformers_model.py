@@ -35,7 +35,7 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import Tensors
 from nanoserve.checkpoint.model_config import ENDINGS, ModelConfig, read_dtype
-from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.rope import Rope
 from nanoserve.config import EngineConfig
 from nanoserve.device.memory import return_freed_memory
 from nanoserve.layers import Placement
@@ -411,7 +411,7 @@ def describe(architecture: str, outer: transformers.PreTrainedConfig,
         dtype=read_dtype({"dtype": outer.dtype or hf_config.dtype or "float32"}),
         eos_token_ids=(), generation_defaults={}, windows=(None,) * layers,
         tie_word_embeddings=bool(getattr(outer, "tie_word_embeddings", False)),
-        moe_layers=(False,) * layers, rms_norm_eps=0.0, rope=RopeConfig(), activation="",
+        moe_layers=(False,) * layers, rms_norm_eps=0.0, rope=Rope(), activation="",
         attention_scale=0.0)
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 from tokenizers import decoders, pre_tokenizers
+from transformers import LlamaConfig
 
-from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checkpoint.rope_frequencies import rope_frequencies
+from nanoserve.checkpoint.rope import make_rope
 
 # An entry of the network, and its names as a field of transformers' classes.
 FIELDS = {
@@ -185,14 +185,17 @@ def read_rope(said: dict, head_dim: int, factors: dict, refuse: Callable) -> dic
 def llama3(theta: float, factors) -> dict:
     """The recipe that makes these factors, (head_dim / 2,). Published ones blend between one and
     four turns in training, and their numbers are powers of 2."""
-    factors = torch.from_numpy(factors.copy())
-    plain = rope_frequencies(2 * len(factors), RopeConfig(theta))
+    def frequencies(**recipe) -> torch.Tensor:
+        return torch.tensor(make_rope(LlamaConfig(  # longer than all of the recipes' lengths
+            head_dim=2 * len(factors), max_position_embeddings=2 ** 21,
+            rope_parameters=recipe | dict(rope_theta=theta))).frequencies)
+
+    factors, plain = torch.from_numpy(factors.copy()), frequencies(rope_type="default")
     for factor in (float(factors.max()), *(2.0 ** i for i in range(1, 7))):
         for length in (2 ** i for i in range(3, 21)):
             recipe = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0,
                           high_freq_factor=4.0, original_max_position_embeddings=length)
-            made = rope_frequencies(2 * len(factors), RopeConfig(theta, **recipe))
-            if torch.allclose(plain / made, factors, rtol=1e-5):
+            if torch.allclose(plain / frequencies(**recipe), factors, rtol=1e-5):
                 return recipe
     raise ValueError(f"rope_freqs.weight: no recipe makes {factors.tolist()!s:.80}")
 

@@ -6,8 +6,6 @@ import pytest
 
 from nanoserve.checkpoint.model_config import ModelConfig, read_config, read_json
 
-pytestmark = pytest.mark.floor
-
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], vocab_size=260, hidden_size=64,
              num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=96, max_position_embeddings=256)

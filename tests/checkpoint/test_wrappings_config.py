@@ -1,16 +1,16 @@
-"""A wrapping's config.json: the text network in it is what transformers' classes read there."""
+"""A wrapping's config.json, and the text network in it."""
 
 import json
 from itertools import product
 
 import pytest
 import torch
+from ropes_by_hand import frequencies
 from safetensors.torch import save_file
-from same_config import assert_equals_transformers
 from transformers import CONFIG_MAPPING
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.wrappings import TEXTS, WRAPPINGS, stored_names
+from nanoserve.checkpoint.wrappings import WRAPPINGS, stored_names
 
 OUTER = {  # the model_type of each wrapping
     "Gemma3": "gemma3", "Idefics3": "idefics3", "InternVL": "internvl", "Llava": "llava",
@@ -32,28 +32,43 @@ def test_there_is_a_case_for_every_wrapping():
     assert [f"{name}{ENDING}" for name in OUTER] == [*WRAPPINGS]
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-def test_what_a_text_config_leaves_out_is_its_classs_default(tmp_path, kind):
-    """Gemma 3 4B names no heads, LLaVA 1.5 no sizes at all."""
-    theirs = CONFIG_MAPPING[kind]()
-    theirs.tie_word_embeddings = False
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+         "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+
+
+@pytest.mark.parametrize("kind, sizes, theta", [
+    ("llama", (32000, 4096, 11008, 32, 32, 32, 2048, 1e-6), 1e4),
+    ("mistral", (32000, 4096, 14336, 32, 32, 8, 131072, 1e-6), 1e4),
+    ("qwen2", (151936, 4096, 22016, 32, 32, 32, 32768, 1e-6), 1e4),
+    ("qwen3", (151936, 4096, 22016, 32, 32, 32, 32768, 1e-6), 1e4),
+    ("qwen2_vl_text", (152064, 8192, 29568, 80, 64, 8, 32768, 1e-5), 1e6),
+    ("qwen2_5_vl_text", (152064, 8192, 29568, 80, 64, 8, 32768, 1e-5), 1e6),
+    ("qwen3_vl_text", (151936, 4096, 22016, 32, 32, 32, 128000, 1e-6), 5e5),
+    ("gemma3_text", (262208, 2304, 9216, 26, 8, 4, 131072, 1e-6), 1e6)])
+def test_what_a_text_config_leaves_out_is_its_classs_default(tmp_path, kind, sizes, theta):
+    """Gemma 3 4B names no heads, LLaVA 1.5 no sizes at all; a null is like nothing."""
     for architecture in WRAPPINGS:
-        ours = read(tmp_path, architectures=[architecture], text_config=dict(model_type=kind),
-                    tie_word_embeddings=False)
-        assert_equals_transformers(ours, theirs)
-        assert ours.has_towers and ours.has_lm_head and not ours.pools
-        assert ours.architecture == architecture
+        for nulls in ({}, dict(rms_norm_eps=None, rope_theta=None, hidden_size=None)):
+            ours = read(tmp_path, architectures=[architecture], tie_word_embeddings=False,
+                        text_config=dict(model_type=kind, **nulls))
+            assert tuple(getattr(ours, name) for name in SIZES) == sizes
+            assert ours.rope.frequencies == pytest.approx(
+                frequencies(ours.head_dim, dict(rope_theta=theta)), rel=2e-6)
+            assert ours.has_towers and ours.has_lm_head and not ours.pools
+            assert ours.architecture == architecture and not ours.tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", OUTER)
-def test_a_text_config_without_a_model_type_is_of_the_wrappings_own(tmp_path, name):
-    entries = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=99,
-                   intermediate_size=48, num_key_value_heads=2, max_position_embeddings=77)
-    theirs = CONFIG_MAPPING[OUTER[name]].from_dict(
-        dict(text_config=dict(entries), tie_word_embeddings=False)).get_text_config(decoder=True)
-    theirs.tie_word_embeddings = False
-    assert_equals_transformers(read(tmp_path, architectures=[name + ENDING], text_config=entries,
-                                    tie_word_embeddings=False), theirs)
+def test_a_text_config_without_a_model_type_is_of_the_wrappings_own(name):
+    theirs = CONFIG_MAPPING[OUTER[name]].from_dict(dict(text_config=dict(hidden_size=64)))
+    assert WRAPPINGS[name + ENDING] == theirs.get_text_config(decoder=True).model_type
+
+
+def test_what_the_text_of_a_wrapping_does_not_know_means_nothing(tmp_path):
+    """Qwen3-VL's text has no windows, and was read as if it were a Qwen 3."""
+    config = read(tmp_path, architectures=["Qwen3VLForConditionalGeneration"], text_config=dict(
+        use_sliding_window=True, sliding_window=8, max_window_layers=0))
+    assert config.windows == (None,) * 32
 
 
 @pytest.mark.parametrize("rope", [
@@ -74,8 +89,9 @@ def test_m_rope_is_rope_where_all_three_positions_are_equal(tmp_path, rope):
             ours = read(tmp_path, architectures=[name + ENDING], model_type=OUTER[name],
                         vision_config=dict(depth=32), tie_word_embeddings=False, **entries)
             theirs = theirs.get_text_config(decoder=True)
-            assert ours.rope.theta == theirs.rope_parameters["rope_theta"] == 1e6
-            assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+            recipe = theirs.rope_parameters
+            assert recipe["rope_theta"] == 1e6
+            assert ours.rope.frequencies == pytest.approx(frequencies(128, recipe), rel=2e-6)
             assert (ours.hidden_size, ours.num_hidden_layers) == (3584, 28)
             assert ours.qkv_bias and not ours.o_bias
 

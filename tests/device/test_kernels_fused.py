@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve import ops
-from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.rope import Rope
 from nanoserve.layers import RotaryEmbedding
 
 pytest.importorskip("triton")
@@ -104,7 +104,8 @@ def test_norm_rope_store(dtype, head_dim, heads, kv_heads, norms):
     weights = [1 + random_tensor(head_dim, scale=.1, seed=seed) if norms else None
                for seed in range(2)]
     positions = torch.tensor([0, 3, 70, 4097, 131071], device=DEVICE)
-    cos, sin = RotaryEmbedding(head_dim, RopeConfig(), DEVICE)(positions)
+    rope = Rope(tuple(1e4 ** (-2 * i / head_dim) for i in range(head_dim // 2)))
+    cos, sin = RotaryEmbedding(rope, DEVICE)(positions)
     slots = torch.tensor([13, -1, 0, -1, 7], dtype=torch.int32, device=DEVICE)  # -1: padding
 
     before = torch.full((6, block_size, kv_heads, head_dim), NAN, dtype=dtype, device=DEVICE)

@@ -3,9 +3,8 @@
 import dataclasses
 
 import pytest
-from config_files import LLAMA, read
+from config_files import small_llama
 
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.defaults import resolve
 
@@ -13,7 +12,7 @@ pytestmark = pytest.mark.floor
 
 
 def resolved(device="cpu", **options) -> EngineConfig:
-    return resolve(EngineConfig(model="none", **options), device, ModelConfig.from_dict(LLAMA))
+    return resolve(EngineConfig(model="none", **options), device, small_llama())
 
 
 @pytest.mark.parametrize("device, options, num_tokens, num_seqs", [
@@ -46,7 +45,7 @@ def test_resolved_leaves_only_memory_and_files_open():
 
 def test_whole_prompts_need_a_step_that_holds_them():
     assert resolved(enable_chunked_prefill=False).max_num_batched_tokens == 2048
-    long = ModelConfig.from_dict(LLAMA | dict(max_position_embeddings=3000))
+    long = small_llama(max_position_embeddings=3000)
     config = resolve(EngineConfig(model="none", enable_chunked_prefill=False), "cpu", long)
     assert config.max_num_batched_tokens == 3000
     with pytest.raises(ValueError, match="enable_chunked_prefill=False.*max_num_batched_tokens=100"
@@ -57,8 +56,8 @@ def test_whole_prompts_need_a_step_that_holds_them():
 @pytest.mark.parametrize("device, kernels, expected", [
     ("cuda", "auto", "triton"), ("cpu", "auto", "cpu"), ("cuda", "torch", "torch"),
     ("cpu", "triton", "triton")])
-def test_a_gpu_gets_kernels_and_overlap_unless_told_otherwise(dummy, device, kernels, expected):
-    config = ModelConfig.from_folder(dummy)
+def test_a_gpu_gets_kernels_and_overlap_unless_told_otherwise(device, kernels, expected):
+    config = small_llama()
     resolved = resolve(EngineConfig(model="none", kernels=kernels), device, config)
     assert (resolved.kernels, resolved.async_scheduling) == (expected, device == "cuda")
     told = resolve(EngineConfig(model="none", async_scheduling=device == "cpu"), device, config)
@@ -68,5 +67,5 @@ def test_a_gpu_gets_kernels_and_overlap_unless_told_otherwise(dummy, device, ker
 def test_experts_that_are_not_there_can_not_be_shared_out():
     asked = EngineConfig(model="none", expert_parallel=True)
     with pytest.raises(ValueError, match="expert_parallel=True, but LlamaForCausalLM has no"):
-        resolve(asked, "cpu", read("Llama"))
-    assert resolve(asked, "cpu", read("Qwen3Moe")).expert_parallel
+        resolve(asked, "cpu", small_llama())
+    assert resolve(asked, "cpu", small_llama(moe_layers=(True, True))).expert_parallel

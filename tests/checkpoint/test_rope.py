@@ -1,0 +1,259 @@
+"""RoPE as config.json describes it: both spellings, overrides, and the numbers that come out.
+
+The oracles are the papers' formulas in plain Python, and cos and sin of transformers' networks.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from config_files import EMPTY, LLAMA, LLAMA3, QWEN3, read
+from ropes_by_hand import frequencies, sharpness
+from torch.testing import assert_close
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope import Rope
+from nanoserve.layers import RotaryEmbedding
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+RECIPES = {
+    "default": {},
+    "llama3": dict(rope_type="llama3", **LLAMA3),
+    "llama3, Llama 3.2": dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0,
+                              high_freq_factor=4.0, original_max_position_embeddings=8192),
+    "llama3, blended soon": dict(rope_type="llama3", factor=4.0, low_freq_factor=2.0,
+                                 high_freq_factor=3.0, original_max_position_embeddings=64),
+    "linear": dict(rope_type="linear", factor=8.0),
+    "linear, factor 1": dict(rope_type="linear", factor=1.0),
+    "yarn": dict(rope_type="yarn", factor=4.0),
+    "yarn from 32": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+    "yarn from 4096": dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=4096),
+    "yarn from 131072": dict(rope_type="yarn", factor=2.0,  # every wave makes a turn
+                             original_max_position_embeddings=131072),
+    "yarn, not truncated": dict(rope_type="yarn", factor=4.0, truncate=False,
+                                original_max_position_embeddings=64),
+    "yarn, truncated": dict(rope_type="yarn", factor=4.0, truncate=True,
+                            original_max_position_embeddings=64),
+    "yarn, other turns": dict(rope_type="yarn", factor=4.0, beta_fast=20.0, beta_slow=2.5,
+                              original_max_position_embeddings=64),
+    "yarn, factor given": dict(rope_type="yarn", factor=4.0, attention_factor=0.75),
+    "yarn, factor null": dict(rope_type="yarn", factor=4.0, attention_factor=None),
+    "yarn, mscale": dict(rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.6),
+    "yarn, half of mscale": dict(rope_type="yarn", factor=40.0, mscale=0.7),
+    "yarn, mscale 0": dict(rope_type="yarn", factor=40.0, mscale=0.7, mscale_all_dim=0),
+    "yarn, factor 1": dict(rope_type="yarn", factor=1.0),
+    "yarn, no width": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4),
+}
+
+
+def assert_follows(rope: Rope, recipe: dict, head_dim: int = 16) -> None:
+    assert rope.frequencies == pytest.approx(frequencies(head_dim, recipe), rel=2e-6)
+    assert rope.scale == pytest.approx(sharpness(recipe), rel=1e-12)
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("head_dim", [2, 16, 24, 128])
+@pytest.mark.parametrize("name", RECIPES)
+def test_frequencies_and_turns_are_the_papers_and_transformers(name, head_dim, theta):
+    """And cos and sin, which yarn scales. Left out, yarn's length in training is the model's."""
+    recipe = RECIPES[name] | dict(rope_theta=theta)
+    rope = ModelConfig.from_dict(LLAMA | dict(head_dim=head_dim, rope_parameters=recipe)).rope
+    assert_follows(rope, dict(original_max_position_embeddings=256) | recipe, head_dim)
+    theirs = LlamaRotaryEmbedding(LlamaConfig(
+        head_dim=head_dim, max_position_embeddings=256, rope_parameters=dict(recipe)))
+    assert torch.equal(torch.tensor(rope.frequencies), theirs.inv_freq)
+    positions = torch.tensor([0, 1, 31, 255])
+    for mine, their in zip(RotaryEmbedding(rope, torch.device("cpu"))(positions),
+                           theirs(torch.zeros(1), positions[None]), strict=True):
+        assert_close(mine, their[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["linear", "yarn from 32", "yarn, not truncated"])
+def test_gemma_3s_two_ropes_equal_transformers(name):
+    """transformers looks for `truncate` beside the two objects, and so doesn't find one in them."""
+    entries = dict(rope_parameters={FULL: RECIPES[name] | dict(rope_theta=1e6),
+                                    SLIDING: dict(rope_type="default", rope_theta=1e4)})
+    config = read("Gemma3", head_dim=32, **entries)
+    assert_follows(config.rope, entries["rope_parameters"][FULL] | dict(truncate=True), 32)
+    theirs = Gemma3RotaryEmbedding(Gemma3TextConfig(**EMPTY, head_dim=32, **entries))
+    positions = torch.tensor([0, 1, 31, 255])
+    for rope, kind in ((config.rope, FULL), (config.rope_local, SLIDING)):
+        cos, sin = RotaryEmbedding(rope, torch.device("cpu"))(positions)
+        their_cos, their_sin = theirs(torch.zeros(1), positions[None], kind)
+        assert_close(cos, their_cos[0], rtol=1e-4, atol=1e-4)
+        assert_close(sin, their_sin[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind, theta", [(FULL, 1e6), (SLIDING, 1e4)])
+def test_a_gemma_3_whose_layers_are_all_of_one_kind(kind, theta):
+    """transformers completes the recipes of those kinds alone that some layer is of."""
+    other = {FULL: SLIDING, SLIDING: FULL}[kind]
+    config = read("Gemma3", layer_types=[kind] * 30, rope_parameters={
+        kind: dict(rope_theta=theta), other: dict(rope_theta=5e4)})
+    assert_follows(config.rope if kind == FULL else config.rope_local, dict(rope_theta=theta), 256)
+
+
+@pytest.mark.parametrize("old, new", [
+    (dict(rope_theta=5e5), dict(rope_type="default", rope_theta=5e5)),
+    (dict(rope_theta=5e5, rope_scaling=None), dict(rope_theta=5e5)),
+    (dict(rope_theta=5e5, rope_scaling=dict(rope_type="llama3", **LLAMA3)),
+     dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)),
+    (dict(rope_theta=5e5, rope_scaling=dict(type="llama3", **LLAMA3)),
+     dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)),
+], ids=["theta", "null", "llama3", "llama3 by type"])
+def test_both_spellings_of_rope_mean_the_same(old, new):
+    """transformers 5 writes `rope_parameters`; before it were `rope_theta` and `rope_scaling`."""
+    first = ModelConfig.from_dict(LLAMA | old)
+    assert first == ModelConfig.from_dict(LLAMA | dict(rope_parameters=new))
+    assert_follows(first.rope, new)
+
+
+def test_the_oldest_name_of_a_recipe_and_a_class_without_a_head_dim():
+    """Gemma 3's class passes over `type`; Mixtral's says no head_dim, which yarn looks for."""
+    config = read("Gemma3", rope_scaling=dict(type="linear", factor=8.0))
+    assert_follows(config.rope, dict(rope_type="linear", rope_theta=1e6, factor=8.0), 256)
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    for family, theta in (("Mixtral", 1e6), ("Qwen3Moe", 1e4), ("Qwen2", 1e4)):
+        assert_follows(read(family, rope_scaling=yarn).rope, yarn | dict(rope_theta=theta), 8)
+
+
+def test_an_override_in_one_spelling_wins_over_a_file_in_the_other(tmp_path):
+    def rope(**overrides) -> Rope:
+        return ModelConfig.from_folder(tmp_path, overrides).rope
+
+    llama3 = dict(rope_type="llama3", **LLAMA3)
+    (tmp_path / "config.json").write_text(json.dumps(
+        LLAMA | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))))
+    assert_follows(rope(rope_theta=5e5), dict(rope_theta=5e5))
+    assert_follows(rope(rope_scaling=llama3), llama3)
+    assert_follows(rope(rope_parameters=dict(rope_theta=9.0)), dict(rope_theta=9.0))
+    (tmp_path / "config.json").write_text(json.dumps(
+        LLAMA | dict(dtype="float32", rope_parameters=llama3 | dict(rope_theta=1e4))))
+    assert_follows(rope(rope_scaling=None), {})
+    assert ModelConfig.from_folder(tmp_path, dict(torch_dtype="bfloat16")).dtype == "bfloat16"
+    linear = dict(rope_type="linear", factor=8.0)
+    (tmp_path / "config.json").write_text(json.dumps(
+        LLAMA | dict(rope_theta=5e5, rope_scaling=llama3)))
+    assert_follows(rope(), llama3 | dict(rope_theta=5e5))
+    assert_follows(rope(rope_parameters=linear), linear | dict(rope_theta=5e5))
+    assert_follows(rope(rope_scaling=linear), linear | dict(rope_theta=5e5))
+
+
+def test_a_scaling_by_override_replaces_the_files_and_keeps_its_theta(tmp_path):
+    """What the file says about another kind of scaling must not leak into the new one."""
+    llama3 = dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(rope_parameters=llama3)))
+
+    def scaled(**scaling) -> Rope:
+        return ModelConfig.from_folder(tmp_path, dict(rope_scaling=scaling)).rope
+
+    yarn = dict(rope_type="yarn", rope_theta=5e5, factor=4.0)
+    assert_follows(scaled(type="yarn", factor=4.0, original_max_position_embeddings=32),
+                   yarn | dict(original_max_position_embeddings=32))
+    # Left out, it is max_position_embeddings (256), and not the 64 of the file's other scaling.
+    assert_follows(scaled(rope_type="yarn", factor=4.0),
+                   yarn | dict(original_max_position_embeddings=256))
+    with pytest.raises(ValueError, match="linear.*factor"):
+        scaled(rope_type="linear")
+    (tmp_path / "config.json").write_text(json.dumps(
+        LLAMA | dict(rope_parameters=dict(rope_theta=5e5, partial_rotary_factor=0.5))))
+    with pytest.raises(ValueError, match="partial_rotary_factor=0.5"):  # still refused
+        scaled(type="yarn", factor=4.0)
+
+
+@pytest.mark.parametrize("entries", [
+    dict(rope_parameters={FULL: dict(rope_type="default", rope_theta=1e6),
+                          SLIDING: dict(rope_type="default", rope_theta=1e4)}),
+    dict(rope_theta=1e6, rope_local_base_freq=1e4)], ids=["new", "old"])
+def test_old_overrides_of_gemma_3s_two_ropes(tmp_path, entries):
+    (tmp_path / "config.json").write_text(json.dumps(
+        dict(architectures=["Gemma3ForCausalLM"]) | EMPTY | entries))
+
+    def assert_ropes(full: dict, sliding: dict, **overrides) -> None:
+        config = ModelConfig.from_folder(tmp_path, overrides)
+        assert_follows(config.rope, full, 256)
+        assert_follows(config.rope_local, sliding, 256)
+
+    global_, local = dict(rope_theta=1e6), dict(rope_theta=1e4)
+    assert_ropes(global_, local)
+    assert_ropes(dict(rope_theta=7e5), local, rope_theta=7e5)
+    assert_ropes(global_, dict(rope_theta=3e4), rope_local_base_freq=3e4)
+    linear = dict(rope_type="linear", factor=8.0)
+    assert_ropes(linear | global_, local, rope_scaling=linear)
+
+
+def test_yarn_as_model_cards_give_it_stretches_the_longest_sequence():
+    """Qwen 2.5's card adds a factor and leaves max_position_embeddings alone; vLLM reads it so."""
+    qwen = QWEN3 | dict(max_position_embeddings=32768)
+    yarn = dict(type="yarn", factor=4.0)
+    named = yarn | dict(original_max_position_embeddings=32768)
+    assert ModelConfig.from_dict(qwen | dict(rope_scaling=named)).max_position_embeddings == 131072
+    assert ModelConfig.from_dict(qwen | dict(rope_scaling=yarn)).max_position_embeddings == 32768
+    longer = qwen | dict(rope_scaling=named, max_position_embeddings=262144)
+    assert ModelConfig.from_dict(longer).max_position_embeddings == 262144
+
+
+@pytest.mark.parametrize("inner", [{}, dict(original_max_position_embeddings=32)], ids=str)
+@pytest.mark.parametrize("scaling", [
+    dict(rope_type="yarn", factor=4.0),
+    dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)], ids=str)
+def test_the_length_in_training_beside_the_ropes_object_counts_more(tmp_path, scaling, inner):
+    recipe = scaling | inner | dict(rope_theta=1e4)
+    for beside in (16, 64):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(
+            model_type="llama", original_max_position_embeddings=beside, rope_parameters=recipe)))
+        rope = ModelConfig.from_folder(tmp_path).rope
+        assert_follows(rope, recipe | dict(original_max_position_embeddings=beside))
+        theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+        assert torch.equal(torch.tensor(rope.frequencies), theirs.inv_freq)
+    full = recipe | dict(original_max_position_embeddings=32)  # one object for each kind: not read
+    gemma = read("Gemma3", original_max_position_embeddings=16, rope_parameters={
+        FULL: full, SLIDING: dict(rope_type="default", rope_theta=1e4)})
+    assert_follows(gemma.rope, full, 256)
+
+
+@pytest.mark.parametrize("entries, words", [
+    (dict(rope_scaling=dict(rope_type=["yarn"])), "RoPE scaling \\['yarn'\\] is not supported"),
+    (dict(rope_parameters=dict(full_attention=3)), "rope_parameters=.*one for all layers"),
+    (dict(rope_parameters={FULL: dict(rope_theta=1e4)}), "rope_parameters=.*one for all layers"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+    (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
+     "partial_rotary_factor=0.5"),
+    (dict(rope_scaling=dict(type="linear")), "linear.*factor"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor="4")), "factor must be .* got '4'"),
+    (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), "'longrope'.*llama3"),
+    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
+     "'dynamic'.*longest sequence of the batch.*llama3"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=2.0, low_freq_factor=1.0)),
+     "llama3.*high_freq_factor"),
+    (dict(rope_scaling="llama3"), "rope_scaling='llama3'.* must be an object"),
+    (dict(rope_parameters=[1]), "rope_parameters=.*must be an object"),
+    (dict(rope_parameters=dict(rope_type="llama3", rope_theta="x")), "rope_theta .*got 'x'"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=0)), "factor must be .* above 0, got 0"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2, beta_fast=math.inf)), "beta_fast.*got inf"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2, truncate="false")),
+     "truncate must be true"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2, mscale="1", mscale_all_dim=1)), "can't"),
+    (dict(rope_scaling=dict(rope_type="llama3", **LLAMA3 | dict(low_freq_factor=4.0))),
+     "low_freq_factor=4.0 must be below high_freq_factor=4.0"),
+    (dict(rope_theta=0), "rope_theta must be a number above 1, got 0"),
+    (dict(rope_theta=1), "rope_theta must be a number above 1, got 1"),
+    (dict(rope_theta=True), "rope_theta must be .* got True"),
+], ids=str)
+def test_a_recipe_that_is_not_followed_is_refused_by_name(entries, words):
+    with pytest.raises(ValueError, match=words):
+        ModelConfig.from_dict(QWEN3 | entries)
+
+
+@pytest.mark.parametrize("recipes, words", [
+    ({FULL: dict(rope_type="dynamic", factor=2.0)}, "'dynamic'.*longest sequence"),
+    (dict(rope_type="linear", factor=2.0), "rope_parameters=.*full_attention and sliding_att"),
+    ({SLIDING: dict(rope_type="longrope")}, "'longrope'"),
+    ({SLIDING: 3}, "rope_parameters=.*3 must be an object")], ids=str)
+def test_gemma_3s_recipes_are_refused_by_kind(recipes, words):
+    with pytest.raises(ValueError, match=words):
+        read("Gemma3", rope_parameters=recipes)
