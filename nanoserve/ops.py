@@ -99,13 +99,13 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
 def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
               dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's empty K and V caches. Each namespace chooses its own memory layout; this one's is
-    (num_blocks, block_size, num_kv_heads, head_dim), with dtype int8 head_dim + 4: see `small`."""
+    (num_blocks, block_size, num_kv_heads, head_dim), with dtype int8 head_dim + 4 (`quantised`)."""
     shape = num_blocks, block_size, num_kv_heads, head_dim + 4 * (dtype == torch.int8)
     return (torch.zeros(shape, dtype=dtype, device=device),
             torch.zeros(shape, dtype=dtype, device=device))
 
 
-def small(x: torch.Tensor) -> torch.Tensor:
+def quantised(x: torch.Tensor) -> torch.Tensor:
     """A token's head in 8 bits: whole numbers in [-127, 127], and behind them the four bytes of its
     own scale in float32. (n, num_kv_heads, head_dim) -> (n, num_kv_heads, head_dim + 4) int8"""
     scale = x.float().abs().amax(-1, keepdim=True) / 127
@@ -113,8 +113,8 @@ def small(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((rounded.to(torch.int8), scale.view(torch.int8)), -1)
 
 
-def widened(stored: torch.Tensor) -> torch.Tensor:
-    """What was stored, in float32; of `small` numbers each times its scale."""
+def restored(stored: torch.Tensor) -> torch.Tensor:
+    """What was stored, in float32; `quantised` numbers are multiplied by their scale."""
     if stored.dtype != torch.int8:
         return stored.float()
     return stored[..., :-4] * stored[..., -4:].contiguous().view(torch.float32)
@@ -145,7 +145,7 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     for cache, new in ((k_cache, turned(k, k_weight)), (v_cache, v)):
-        new = small(new) if cache.dtype == torch.int8 else new
+        new = quantised(new) if cache.dtype == torch.int8 else new
         cache.view(-1, *new.shape[1:])[slots] = new[written]
     return turned(q, q_weight)
 
@@ -177,8 +177,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         # The blocks of keys that no query sees may belong to another sequence by now.
         positions = visible.any(0).nonzero()[:, 0]
         blocks = batch.block_tables[row, positions // block_size]
-        keys = widened(k_cache[blocks, positions % block_size])  # (num_keys, kv_heads, head_dim)
-        values = widened(v_cache[blocks, positions % block_size])
+        keys = restored(k_cache[blocks, positions % block_size])  # (num_keys, kv_heads, head_dim)
+        values = restored(v_cache[blocks, positions % block_size])
         # Grouped-query attention (Ainslie et al. 2023): `g` query heads share a KV head `h`.
         grouped = q[start:end].float().view(query_len, num_kv_heads, -1, q.shape[2])
         scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * scale

@@ -41,12 +41,9 @@ class Scheduler:
     def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None,
                  hooks: Hooks | None = None):
         assert config.max_num_batched_tokens and config.max_num_seqs, "config must be resolved"
-        self.hooks = hooks or Hooks()
+        self.config, self.hooks = config, hooks or Hooks()
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs: int = config.max_num_seqs
-        self.enable_chunked_prefill = config.enable_chunked_prefill
-        self.policy = config.scheduling_policy
-        self.steps_at_once = config.steps_at_once  # above 1: a sequence samples in one
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
                                    window, self.hooks)
         self.waiting: list[Sequence] = []  # sorted by order(); the first is the next
@@ -86,7 +83,7 @@ class Scheduler:
         request = seq.request
         urgency = {"fcfs": 0, "priority": request.priority,
                    "shortest": request.arrival_time + seq.num_prompt_tokens / RATE}
-        return (urgency[self.policy], request.arrival, seq.index)
+        return (urgency[self.config.scheduling_policy], request.arrival, seq.index)
 
     # ----------------------------------------------------------- scheduling
 
@@ -94,7 +91,7 @@ class Scheduler:
         """Give out the budget: a token to each sequence that decodes, the rest to prompts."""
         step = Step(self.num_steps, budget=self.max_num_batched_tokens)
         self.num_steps += 1
-        if self.policy == "priority":
+        if self.config.scheduling_policy == "priority":
             self._interrupt(step)
         self._schedule_prompts(step, self._schedule_decodes(step))
         if self.hooks.draft and not step.preempted:
@@ -113,14 +110,14 @@ class Scheduler:
         Returns the running prompts, whose gap is larger. They get blocks here and tokens later: who
         lacks blocks takes those of the last in the order, which must not have a share by then.
         """
-        block_size = self.blocks.block_size
+        block_size, in_stages = self.blocks.block_size, self.config.steps_at_once > 1
         prompts: list[Sequence] = []
         # `_interrupt` may have stopped the last one. And `_make_room` takes victims off the end.
         for seq in self.running[:-1] if step.stopped else self.running:
             done = seq.num_computed_tokens + seq.num_inflight_tokens
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done  # the gap
             if seq.num_unknown_tokens and (
-                    self.steps_at_once > 1 or seq.request.needs_output_tokens
+                    in_stages or seq.request.needs_output_tokens
                     or seq.num_tokens >= seq.request.max_num_tokens):
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
             end = done + (num_new if num_new <= 1 else min(num_new, step.budget))
@@ -180,7 +177,7 @@ class Scheduler:
         and is more than the budget."""
         start = seq.num_computed_tokens + seq.num_inflight_tokens
         num_new = min(len(seq.token_ids) - start, step.budget)
-        if start + num_new < len(seq.token_ids) and not self.enable_chunked_prefill:
+        if start + num_new < len(seq.token_ids) and not self.config.enable_chunked_prefill:
             return False
         for cut in self.hooks.cut:
             num_new = cut(step, seq, start, num_new)
@@ -205,7 +202,7 @@ class Scheduler:
         num_cached = (len(hits) + num_found) * self.blocks.block_size
         num_left = len(seq.token_ids) - num_cached
         num_new = min(num_left, step.budget)
-        if num_new < num_left and (step.sitting_out or not self.enable_chunked_prefill):
+        if num_new < num_left and (step.sitting_out or not self.config.enable_chunked_prefill):
             step.stopped = seq, "tokens", num_left
             return
         # There must be room for all its tokens, not only for this chunk: otherwise prompts that

@@ -106,7 +106,7 @@ def test_pooled_prompts_are_preempted_for_more_urgent_ones_alone(depth):
                 scheduler.finish(rng.choice(seqs), "abort")
             step = scheduler.schedule()
             for seq in step.preempted:
-                assert scheduler.policy != "fcfs" and any(
+                assert scheduler.config.scheduling_policy != "fcfs" and any(
                     scheduler.order(other) < scheduler.order(seq)
                     for other in scheduler.running), number
             seen["interrupted"] += len(step.preempted)

@@ -74,8 +74,8 @@ def numbers_and_scales(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor 
 
 @triton.jit
 def _put(out, at, left, right, mask, scales, head_at, here, HEAD_DIM: tl.constexpr):
-    """Store a tile of heads, in halves; in 8 bits by the rule of `ops.small`, with a scale for each
-    head that is `here`. scales: None for other dtypes."""
+    """Store a tile of heads, in halves; in 8 bits by the rule of `ops.quantised`, with a scale for
+    each head that is `here`. scales: None for other dtypes."""
     if scales is not None:
         left, right = left.to(tl.float32), right.to(tl.float32)
         top = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))

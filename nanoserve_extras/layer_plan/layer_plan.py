@@ -339,10 +339,10 @@ class LayerPlan(Extra):
 def share_out_rows(scheduler: Scheduler, step: Step, num_new: int) -> int:
     """How many of a prompt's tokens a step computes: none if it has its part of all rows, so that
     the steps in flight are of one size. The prompt is computed in the next one."""
-    if scheduler.steps_at_once == 1:
+    if scheduler.config.steps_at_once == 1:
         return num_new
     total = min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_seqs)
-    most = max(FEW, -(-total // scheduler.steps_at_once))
+    most = max(FEW, -(-total // scheduler.config.steps_at_once))
     return num_new if len(step.num_new_tokens) < most else 0
 
 

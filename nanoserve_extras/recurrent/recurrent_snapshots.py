@@ -81,7 +81,7 @@ class Snapshots(Extra):
         blocks of 16, a prompt of 40 tokens is computed up to 32, and then to its end. One of 32
         stops at 16, because a hit leaves a token to compute."""
         size, end = self.blocks.block_size, start + num_new
-        if not self.num_snapshots or not self.scheduler.enable_chunked_prefill:
+        if not self.num_snapshots or not self.scheduler.config.enable_chunked_prefill:
             return num_new
         for boundary in (self.branch.get(seq, 0), self.last_boundary(seq)):
             if start < boundary < end:

@@ -219,7 +219,7 @@ class Simulation:
         priorities count, such a line for each."""
         metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
         lines = [f"{self.extras[0].num_steps:,} steps, {summary(metrics, self.now)}"]
-        by_priority = self.scheduler.policy == "priority"
+        by_priority = self.scheduler.config.scheduling_policy == "priority"
         for priority in sorted({seq.request.priority for seq in self.seqs}) if by_priority else ():
             some = [one for one, seq in zip(metrics, self.seqs, strict=True)
                     if seq.request.priority == priority]

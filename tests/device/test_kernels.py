@@ -137,7 +137,7 @@ def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads,
     # The cache is the middle of a larger one, and padding of the tables points behind its end.
     caches = poisoned_cache(num_blocks + 8, block_size, heads[1], head_dim, tables, query_lens,
                             seq_lens, seed, window)
-    plain = [ops.small(cache) if stored else cache.to(dtype) for cache in caches]
+    plain = [ops.quantised(cache) if stored else cache.to(dtype) for cache in caches]
     k_cache, v_cache = (as_kernels_have_it(cache).to(DEVICE)[:num_blocks] for cache in plain)
     before = k_cache.clone(), v_cache.clone()
     q = torch.randn(sum(query_lens), heads[0], head_dim, device=DEVICE,
@@ -152,7 +152,7 @@ def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads,
                  None if sinks is None else sinks.to(DEVICE), **how).cpu()
     assert got.dtype == dtype
     assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    naive = naive_attention(q.cpu(), *map(ops.widened, plain), tables, query_lens, seq_lens, scale,
+    naive = naive_attention(q.cpu(), *map(ops.restored, plain), tables, query_lens, seq_lens, scale,
                             window, softcap, sinks)
     assert_close(got.double(), naive, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for cache, copy in zip((k_cache, v_cache), before, strict=True):

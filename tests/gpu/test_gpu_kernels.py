@@ -63,7 +63,7 @@ def check_attention(heads, head_dim, block_size, dtype, rows, window=None, softc
         k, v = (random_tensor(seq_len, num_kv_heads, head_dim, dtype=dtype) for _ in "kv")
         v = v.flip(0)  # not the keys' numbers
         k_cache.view(-1, *k.shape[1:])[slots], v_cache.view(-1, *v.shape[1:])[slots] = k, v
-        k, v = ops.widened(stored(k)), ops.widened(stored(v))
+        k, v = ops.restored(stored(k)), ops.restored(stored(v))
         expected.append(exact_attention(q[at:at + query_len], k, v, scale, window, softcap))
         at += query_len
     query_lens = [n for n, _ in rows]
@@ -106,8 +106,8 @@ def test_splits_are_joined(splits, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_attention_to_keys_and_values_of_8_bits(head_dim, dtype):
-    check_attention((16, 8), head_dim, 16, dtype, MIX, stored=ops.small)
-    check_attention((8, 8), head_dim, 64, dtype, MIX, 1000, 30.0, stored=ops.small)
+    check_attention((16, 8), head_dim, 16, dtype, MIX, stored=ops.quantised)
+    check_attention((8, 8), head_dim, 64, dtype, MIX, 1000, 30.0, stored=ops.quantised)
 
 
 def test_a_full_batch_of_decodes():
