@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 
 from nanoserve.device import kernels, kernels_fused
-from nanoserve_extras.quantization.quantized_triton import TritonGroups, TritonRows
+from nanoserve_extras.quantization.quantized_triton import TritonWeight
 
 # The most shared memory that a program may have. By default the table is of the first three: A100,
 # RTX 4090, H100. The others are RTX 3090, B200 and RTX 5090.
@@ -55,7 +55,7 @@ def cases() -> dict[str, Callable]:
     return {f"{str(dtype).removeprefix('torch.')} {name}": call
             for dtype in (torch.bfloat16, torch.float16, torch.float32)
             for name, call in (attention_cases(dtype) | fused_cases(dtype)
-                               | small_cases(dtype)).items()}
+                               | quantised_cases(dtype)).items()}
 
 
 def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
@@ -106,7 +106,7 @@ def fused_cases(dtype: torch.dtype) -> dict[str, Callable]:
     return found
 
 
-def small_cases(dtype: torch.dtype) -> dict[str, Callable]:
+def quantised_cases(dtype: torch.dtype) -> dict[str, Callable]:
     """Products with int8 and with 4 bits in groups, for each tile: in float32 they have one."""
     return {f"{'4 bits, groups of ' + str(size) if size else 'int8'}, {rows} rows":
             partial(multiply, dtype, rows, size)
@@ -174,10 +174,11 @@ def multiply(dtype: torch.dtype, num_rows: int, size: int, inputs: int = 2048) -
     """size: inputs of a group of 4 bits, or 0 for int8."""
     x, bias = torch.zeros(num_rows, inputs, dtype=dtype), torch.zeros(64, dtype=dtype)
     if size:
-        weight = TritonGroups(torch.zeros(64, inputs // 2, dtype=torch.uint8),
-                              ints(64 * inputs // size).view(64, -1), size)
+        weight = TritonWeight(torch.zeros(64, inputs // 2, dtype=torch.uint8),
+                              ints(64 * inputs // size).view(64, -1), size, inputs)
     else:
-        weight = TritonRows(torch.zeros(64, inputs, dtype=torch.int8), torch.zeros(64))
+        weight = TritonWeight(torch.zeros(64, inputs, dtype=torch.int8), torch.zeros(64, 1), 0,
+                              inputs)
     weight.linear(x, bias)
 
 

@@ -30,7 +30,7 @@ from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear, Placement
 from nanoserve.parallel.ranks import Span
 from nanoserve_extras.foreign.foreign_weights import towers_of
-from nanoserve_extras.quantization.int4_linear import Grouped
+from nanoserve_extras.quantization.quantized_linear import Quantised
 
 SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # of a trial's rows
 
@@ -52,7 +52,7 @@ class Packed(nn.Module):
     checkpoint's own 4 bits, of which its weight was made, or None."""
 
     def __init__(self, matrices: dict[str, nn.Module], on: Placement,
-                 kept: list[Grouped | None]):
+                 kept: list[Quantised | None]):
         super().__init__()
         # GPT-2's are stored transposed.
         weights = [one.weight.T.contiguous() if type(one) is Conv1D else one.weight.detach()
@@ -174,7 +174,7 @@ def roles(part: nn.Module, on: Placement) -> tuple[list[str], str, str] | None:
 # ----------------------------------------------------------------- the network
 
 
-def take_over(network: nn.Module, on: Placement, kept: dict[str, Grouped],
+def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
               sees: bool = False) -> None:
     """Put ours in the place of a network's parts, but not of its towers', if it sees. kept: by our
     names."""

@@ -40,13 +40,13 @@ from nanoserve.checkpoint.wrappings import check_names
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.rules import in_words
 from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
-from nanoserve_extras.quantization.int4_linear import Grouped
+from nanoserve_extras.quantization.quantized_linear import Quantised
 
 
 def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrainedConfig,
          folder: Path, dtype: torch.dtype, tensors: Tensors | None = None, passed_over: str = "$^",
          left_out: list[int] | None = None, assemble: Callable[[Tensors], Tensors] | None = None,
-         kept: dict[str, Grouped] | None = None, has_towers: bool = False) -> nn.Module:
+         kept: dict[str, Quantised] | None = None, has_towers: bool = False) -> nn.Module:
     """The network with its weights; made up with load_format="dummy", if no `tensors` are given.
 
     transformers makes up what is missing, with a warning. Here that is an error, and so are
@@ -65,7 +65,7 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
     for file, name, tensor in assemble(tensors) if assemble else tensors:
         if name in stored:
             raise ValueError(f"{file}: the tensor {name} comes twice")
-        if isinstance(tensor, Grouped):
+        if isinstance(tensor, Quantised):
             kept[translated(name)], tensor = tensor, tensor[:]
         stored[name] = tensor.to(dtype) if assemble else tensor
     with in_words(f"{folder}: the weights do not match config.json"):  # in their shapes, say

@@ -44,7 +44,7 @@ from nanoserve.sequence import visible
 from nanoserve_extras.foreign.foreign_layers import take_over
 from nanoserve_extras.foreign.foreign_weights import fill, text_config_of
 from nanoserve_extras.foreign.latent import keep_latents
-from nanoserve_extras.quantization.int4_linear import Grouped
+from nanoserve_extras.quantization.quantized_linear import Quantised
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
 # What layers do in the place of attention, and how configs call such layers.
@@ -202,7 +202,7 @@ class TransformersModel(nn.Module):
     most_rows = 2 ** 31
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
-                 left_out: int = 0, kept: dict[str, Grouped] | None = None):
+                 left_out: int = 0, kept: dict[str, Quantised] | None = None):
         super().__init__()
         if on.device.type == "cpu":
             keep_latents(network)
@@ -435,7 +435,7 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
     """The network with its weights on a device. make: what it becomes. trial: only see whether
     `tensors` fill it. The others: see `fill`."""
     left_out: list[int] = []
-    kept: dict[str, Grouped] = {}
+    kept: dict[str, Quantised] = {}
     network = fill(asked, model_class, hf_config, folder, on.dtype, tensors, passed_over,
                    left_out if config.has_towers else None, config.quantization and partial(
                        on.assemble, entry=config.quantization), kept, config.sees)

@@ -14,7 +14,7 @@ et al. 2022.) The formats differ in how they store q, s and z, under which names
 `assemble` stands between the files and the loader. It gathers the tensors of one matrix, hands on
 one weight in float32 and forgets the rest. `quantization="dequantize"` is this file alone, and
 saves no memory. `"int8"` rounds what comes out of here once more (quantized_linear.py). For
-`"int4"` 4 bits in groups are handed on as they are (int4_linear.py).
+`"int4"` 4 bits in groups are handed on as they are.
 
 Invariant: what would change the text and is not computed here is refused by name, and so is a
 matrix of which a part is missing. `ignore` and `targets`, patterns for modules' names, are not
@@ -34,18 +34,14 @@ from nanoserve.engine import Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.progress import say
-from nanoserve_extras.quantization.int4_linear import (
-    Grouped,
-    GroupedPanels,
-    GroupedRows,
-    Int4Linear,
-)
 from nanoserve_extras.quantization.options import QuantizationOptions
 from nanoserve_extras.quantization.quantized_linear import (
-    Int8Embedding,
-    Int8Linear,
-    Panels,
-    Rows,
+    GROUP,
+    CpuWeight,
+    Quantised,
+    QuantisedEmbedding,
+    QuantisedLinear,
+    TorchWeight,
     library,
 )
 
@@ -96,8 +92,8 @@ class Quantization(Extra):
 
     @property
     def needs(self) -> frozenset[Fact]:
-        is_small = self.options.quantization in ("int8", "int4")
-        return frozenset([Fact.OWN_LINEAR, *[Fact.ONE_MATRIX] * is_small])
+        is_packed = self.options.quantization in ("int8", "int4")
+        return frozenset([Fact.OWN_LINEAR, *[Fact.ONE_MATRIX] * is_packed])
 
     def prepare(self, plan: Plan) -> Plan:
         kind, layers = choose_layers(self.options.quantization, plan)
@@ -120,9 +116,13 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
         raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
                          "it out, or use 'int8', which rounds any checkpoint")
     if kind in ("int8", "int4"):
-        rows, groups = small_kinds(config.kernels)
-        layers |= {"linear": partial(Int8Linear, kind=rows),
-                   "embedding": partial(Int8Embedding, kind=rows)}
+        weight = kind_of_weight(config.kernels)
+        # Of 4 bits in a checkpoint nothing else is rounded to 4 bits; made-up ones are rounded.
+        is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
+        size = GROUP if kind == "int4" and not is_4 else 0
+        layers = {"linear": partial(QuantisedLinear, kind=weight, size=size),
+                  "embedding": partial(QuantisedEmbedding, kind=weight),
+                  "assemble": partial(assemble, keep=kind == "int4")}
         if config.kernels == "cpu":
             try:
                 library()  # compiled before the weights are read, and not in the first step
@@ -131,34 +131,26 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
                                  "that, or use kernels='torch'") from error
         if config.kernels not in ("cpu", "triton"):
             say(f"quantization={kind!r} with kernels={config.kernels!r} saves memory and costs "
-                "time: weights are widened for each product")
-    if kind == "int4":
-        # Made-up weights of such a checkpoint are rounded: there is nothing to keep.
-        is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
-        layers |= {"linear": partial(Int4Linear, kind=rows, groups=groups, rounds=not is_4),
-                   "assemble": partial(assemble, keep=True)}
-        if is_4 and form.is_ordered:
+                "time: weights are restored for each product")
+        if kind == "int4" and is_4 and form.is_ordered:
             say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "
                 "neighbours: such weights become int8")
     return kind, layers
 
 
-def small_kinds(kernels: str) -> tuple[type, type]:
-    """The weights of 8 bits, and of 4 in groups, that go with the engine's operators."""
+def kind_of_weight(kernels: str) -> type[TorchWeight | CpuWeight]:
+    """The packed weights that go with the engine's operators."""
     if kernels == "triton":
-        from nanoserve_extras.quantization.quantized_triton import (  # imports triton
-            TritonGroups,
-            TritonRows,
-        )
-        return TritonRows, TritonGroups
-    return (Panels, GroupedPanels) if kernels == "cpu" else (Rows, GroupedRows)
+        from nanoserve_extras.quantization.quantized_triton import TritonWeight  # imports triton
+        return TritonWeight
+    return CpuWeight if kernels == "cpu" else TorchWeight
 
 
 def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
     """The tensors of a checkpoint, each group of parts become one weight (outputs, inputs).
 
     entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups becomes a
-    `Grouped`. Raises `ValueError` naming file and tensor.
+    `Quantised`. Raises `ValueError` naming file and tensor.
     """
     form = read_format(entry)
     waiting: dict[str, Parts] = {}
@@ -192,7 +184,7 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
 
 
 def make_weight(file: Path, module: str, parts: Parts, form: Format,
-                keep: bool) -> torch.Tensor | Grouped:
+                keep: bool) -> torch.Tensor | Quantised:
     """A matrix of its parts. Raises `ValueError` naming the module."""
     try:
         numbers = form.read(parts)
@@ -400,13 +392,13 @@ def dense(numbers: Numbers) -> torch.Tensor:
     return weight.mul_(scales[:, groups])
 
 
-def kept(numbers: Numbers) -> Grouped | torch.Tensor:
+def kept(numbers: Numbers) -> Quantised | torch.Tensor:
     """4 bits as they are. Dense, where the inputs of a group are no neighbours."""
     zeros, scales, groups = by_group(numbers)
     size = int((groups == 0).sum())
     if not size or not torch.equal(groups, torch.arange(len(groups)) // size):
         return dense(numbers)
-    return Grouped(numbers.values.to(torch.uint8), zeros.to(torch.uint8), scales, size)
+    return Quantised(numbers.values.to(torch.uint8), zeros.to(torch.uint8), scales, size)
 
 
 def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
-// x @ weight.T for a weight that is small whole numbers: int8 by row, or 4 bits in groups.
+// x @ weight.T for a weight of whole numbers: int8 by row, or 4 bits in groups.
 //
-// The code is device/cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
+// The loop is device/cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
 // long as there are inputs; a unit is two neighbouring inputs. A unit of a panel becomes 32 numbers
 // of 16 bits in a register, and one instruction multiplies them by a row's unit and adds both
 // products to 16 sums of 32 bits:
@@ -39,8 +39,6 @@
 
 namespace {
 
-constexpr long UNIT = 2 * PANEL;  // bytes of a panel's unit of int8
-constexpr long LINE = 4 * PANEL, LINE_UNITS = 4;  // of 4 bits
 constexpr long BLOCK = 512, BLOCK_UNITS = BLOCK / 2;
 #if defined(__AVX512BW__)
 constexpr int LANES = 16, MAX_ROWS[] = {0, 16, 14};  // rows of a tile of 1 panel, of 2:
@@ -99,6 +97,8 @@ inline Wide unpack(Bits line, int k, Bits zeros) {  // zeros: in both halves
 }
 #endif
 
+inline Wide unpack(const Wide &line, int, Bits) { return line; }
+
 inline Bits bits_at(const uint8_t *at) { Bits x; std::memcpy(&x, at, sizeof x); return x; }
 inline void add_scaled(Vector sums, float scale, float *out) {
     Vector total;
@@ -107,73 +107,55 @@ inline void add_scaled(Vector sums, float scale, float *out) {
     std::memcpy(out, &total, sizeof total);
 }
 
-// ----------------------------------------------------------------- the loops
+// ------------------------------------------------------------------- the loop
+
+template <int BITS> constexpr int UNITS = BITS == 4 ? 4 : 1;  // of a line
+template <int BITS> constexpr long LINE = UNITS<BITS> * PANEL * BITS / 4;  // bytes
+template <int BITS> inline auto line_at(const uint8_t *at) {
+    if constexpr (BITS == 4) return bits_at(at); else return widen(at);
+}
 
 // out (R, 16 * P) = rows (units, R) times P panels. scales: of the rows' blocks, (blocks, R). next:
 // what is read afterwards, which is fetched meanwhile; or null. One row alone is one stream, which
-// the CPU itself fetches early enough.
-template <int R, int P>
+// the CPU itself fetches early enough. group: its units, of 4 bits; of 8 bits those of a block.
+//
+// A sum waits for its last addition: one row alone, which has nothing else to do meanwhile, has four
+// sums of 4 bits for each output. (docs/LOG.md, 2026-11-24.)
+template <int BITS, int R, int P>
 void multiply(const int32_t *rows, const float *scales, const uint8_t *const *panels,
-              const uint8_t *const *next, long units, long, float *out) {
+              const uint8_t *const *next, long units, long group, float *out) {
     constexpr int WIDTH = P * VECTORS;  // vectors of a row's sums
-    std::memset(out, 0, R * P * PANEL * sizeof(float));
-    for (long first = 0; first < units; first += BLOCK_UNITS, scales += R) {
-        Ints sums[R * WIDTH];
-#pragma GCC unroll 64
-        for (int i = 0; i < R * WIDTH; i++) sums[i] = Ints{};
-        const long end = std::min(first + BLOCK_UNITS, units);
-        for (long u = first; u < end; u++, rows += R) {
-            Wide line[WIDTH];
-#pragma GCC unroll 16
-            for (int i = 0; i < WIDTH; i++) {
-                const int p = i / VECTORS, part = i % VECTORS;
-                line[i] = widen(panels[p] + u * UNIT + part * 2 * LANES);
-                if (R > 1 && next && part == 0) __builtin_prefetch(next[p] + u * UNIT);
-            }
-#pragma GCC unroll 64
-            for (int i = 0; i < R * WIDTH; i++)
-                multiply_add(sums[i], line[i % WIDTH], rows[i / WIDTH]);
-        }
-#pragma GCC unroll 64
-        for (int i = 0; i < R * WIDTH; i++)
-            add_scaled(__builtin_convertvector(sums[i], Vector), scales[i / WIDTH],
-                       out + i * LANES);
-    }
-}
-
-// The same for 4 bits in groups of so many units: the sums of a group are scaled as its weights are,
-// and those of a block by the row. A sum waits for its last addition: one row alone, which has
-// nothing else to do meanwhile, has four sums for each output. (docs/LOG.md, 2026-11-24.)
-template <int R, int P>
-void multiply_4(const int32_t *rows, const float *scales, const uint8_t *const *panels,
-                const uint8_t *const *next, long units, long group, float *out) {
-    constexpr int WIDTH = P * VECTORS, CHAINS = R == 1 ? LINE_UNITS : 1;
+    constexpr int CHAINS = R == 1 ? UNITS<BITS> : 1;
+    constexpr long PART = LINE<BITS> / VECTORS;  // bytes
     std::memset(out, 0, R * P * PANEL * sizeof(float));
     long at = 0;  // in a panel
     Vector block[R * WIDTH] = {};
-    for (long first = 0; first < units; first += group) {
-        Vector weight_scales[WIDTH];
-        Bits zeros[WIDTH];
-        Ints sums[CHAINS * R * WIDTH];
+    for (long first = 0, end; first < units; first = end) {
+        end = std::min(first + group, units);
+        Vector weight_scales[WIDTH] = {};
+        Bits zeros[WIDTH] = {};
+        if constexpr (BITS == 4) {
 #pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) {
-            const Bits head = bits_at(panels[i / VECTORS] + at + i % VECTORS * 4 * LANES);
-            weight_scales[i] = (Vector)(head & ~15u);
-            zeros[i] = (head & 15) * 0x10001;
+            for (int i = 0; i < WIDTH; i++) {
+                const Bits head = bits_at(panels[i / VECTORS] + at + i % VECTORS * PART);
+                weight_scales[i] = (Vector)(head & ~15u);
+                zeros[i] = (head & 15) * 0x10001;
+            }
+            at += LINE<BITS>;
         }
-        at += LINE;
+        Ints sums[CHAINS * R * WIDTH];
 #pragma GCC unroll 64
         for (int i = 0; i < CHAINS * R * WIDTH; i++) sums[i] = Ints{};
-        for (long u = first; u < first + group; u += LINE_UNITS, at += LINE) {
-            Bits line[WIDTH];
+        for (long u = first; u < end; u += UNITS<BITS>, at += LINE<BITS>) {
+            decltype(line_at<BITS>(nullptr)) line[WIDTH];
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; i++) {
                 const int p = i / VECTORS, part = i % VECTORS;
-                line[i] = bits_at(panels[p] + at + part * 4 * LANES);
+                line[i] = line_at<BITS>(panels[p] + at + part * PART);
                 if (R > 1 && next && part == 0) __builtin_prefetch(next[p] + at);
             }
 #pragma GCC unroll 4
-            for (int k = 0; k < LINE_UNITS; k++, rows += R) {
+            for (int k = 0; k < UNITS<BITS>; k++, rows += R) {
                 Wide unit[WIDTH];
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDTH; i++) unit[i] = unpack(line[i], k, zeros[i]);
@@ -186,16 +168,15 @@ void multiply_4(const int32_t *rows, const float *scales, const uint8_t *const *
         // A group of 512 inputs is 512 * 15 * 32767 at most, an eighth of what 32 bits hold.
 #pragma GCC unroll 64
         for (int i = R * WIDTH; i < CHAINS * R * WIDTH; i++) sums[i % (R * WIDTH)] += sums[i];
-#pragma GCC unroll 64
-        for (int i = 0; i < R * WIDTH; i++)
-            block[i] += __builtin_convertvector(sums[i], Vector) * weight_scales[i % WIDTH];
-        if ((first + group) % BLOCK_UNITS && first + group < units) continue;
+        const bool ends_block = BITS == 8 || end % BLOCK_UNITS == 0 || end == units;
 #pragma GCC unroll 64
         for (int i = 0; i < R * WIDTH; i++) {
-            add_scaled(block[i], scales[i / WIDTH], out + i * LANES);
-            block[i] = Vector{};
+            Vector sum = __builtin_convertvector(sums[i], Vector);
+            if constexpr (BITS == 4) sum = block[i] + sum * weight_scales[i % WIDTH];
+            if (ends_block) add_scaled(sum, scales[i / WIDTH], out + i * LANES);
+            block[i] = ends_block ? Vector{} : sum;
         }
-        scales += R;
+        if (ends_block) scales += R;
     }
 }
 
@@ -206,8 +187,8 @@ using Multiply = void (*)(const int32_t *, const float *, const uint8_t *const *
 template <int... R>
 Multiply pick_loop(int rows, long panels, bool is_4, std::integer_sequence<int, R...>) {
     static const Multiply loops[][sizeof...(R)] = {
-        {multiply<R + 1, 1>...}, {multiply<std::min(R + 1, MAX_ROWS[2]), 2>...},
-        {multiply_4<R + 1, 1>...}};
+        {multiply<8, R + 1, 1>...}, {multiply<8, std::min(R + 1, MAX_ROWS[2]), 2>...},
+        {multiply<4, R + 1, 1>...}};
     return loops[is_4 ? 2 : panels - 1][rows - 1];
 }
 Multiply loop_for(int rows, long panels, bool is_4) {
@@ -246,19 +227,19 @@ void round_row(const T *x, long inputs, int tile_rows, int32_t *units, float *sc
     }
 }
 
-constexpr long AHEAD = 128 * UNIT;  // bytes of a panel that are fetched before they are needed
+constexpr long AHEAD = 4096;  // bytes of a panel that are fetched before they are needed
 
 // out (rows, outputs) = x @ weight.T + bias. group: the inputs of a group of 4 bits; 0 for int8,
-// which alone has weight_scales.
+// which alone has weight_scales. panel_size: bytes.
 template <class T>
 void product(const T *x, const uint8_t *weight, const float *weight_scales, long group,
-             const T *bias, T *out, long rows, long inputs, long outputs) {
+             const T *bias, T *out, long rows, long inputs, long panels, long panel_size,
+             long outputs) {
     if (!rows) return;  // as in device/cpu.cpp
     const bool is_4 = group > 0;
     const Tiling tiling(rows, is_4);
     const long units = is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 2);
-    const long panels = ceil_div(outputs, PANEL);
-    const long panel_size = is_4 ? ceil_div(inputs, group) * (1 + group / 8) * LINE : units * UNIT;
+    const long group_units = is_4 ? group / 2 : BLOCK_UNITS;
     const long blocks = ceil_div(inputs, BLOCK);
     const long tile_size = units * tiling.rows, scales_size = blocks * tiling.rows;
     int32_t *packed = scratch<int32_t>(0, tiling.tiles * tile_size);
@@ -290,7 +271,7 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
             for (long t = first_tile; t < end_tile; t++) {
                 alignas(64) float sums[16 * 2 * PANEL];
                 loop(packed + t * tile_size, scales + t * scales_size, list,
-                     t == end_tile - 1 ? next : nullptr, units, group / 2, sums);
+                     t == end_tile - 1 ? next : nullptr, units, group_units, sums);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
                     float *sum = sums + r * width * PANEL;
@@ -307,6 +288,6 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
 }  // namespace
 
 extern "C" const Function functions[] = {
-    FUNCTION(product, T x[rows inputs], i8 weight[_panels _units _lanes _bytes],
+    FUNCTION(product, T x[rows inputs], i8 weight[panels panel_size],
              f32? weight_scales[outputs], long group, T? bias[outputs] -> T out[rows outputs]),
     {}};

@@ -1,13 +1,12 @@
-"""Products with small weights on a GPU: one Triton kernel for int8 by row and 4 bits in groups.
+"""Products with quantised weights on a GPU: one Triton kernel for int8 by row and 4 bits in groups.
 
     8 bits   y[m, n] = (sum over k of x[m, k] * q[n, k]) * s[n] + b[n]
     4 bits   y[m, n] =  sum over k of x[m, k] * ((q[n, k] - z[n, g]) * s[n, g]) + b[n]
                         where g = k // size is the group of input k
 
-A row of 8 bits lies as in `Rows`, one of 4 bits as in `GroupedRows`, but that a group's scale and
-zero point share a word (groups of 32):
+They lie as in `TorchWeight`, 4 bits so (groups of 32):
 
-    memory    byte 0   byte 1        byte 15 | byte 16          scales   word 0             | word 1
+    memory    byte 0   byte 1        byte 15 | byte 16           heads   word 0             | word 1
               q1 q0    q3 q2   ...   q31 q30 | q33 q32 ...               28 bits s, 4 bits z | s, z
 
 One program makes a tile of M rows and N outputs. It walks along the inputs, K at a time. A tile of
@@ -19,15 +18,13 @@ multiprocessors.
 """
 
 from math import gcd
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from nanoserve.device import kernels_fused
-from nanoserve_extras.quantization.int4_linear import GroupedRows, Portion, storable
-from nanoserve_extras.quantization.quantized_linear import Rows
+from nanoserve_extras.quantization.quantized_linear import TorchWeight
 
 # By `table_line` and the most rows of a tile; from the compiled code alone (benchmarks/kernels.py,
 # docs/LOG.md). Up to 16 rows wait for memory: long pieces of few outputs, loads of 128 bits. With
@@ -46,41 +43,19 @@ LAUNCHES = {
 FLOAT32 = dict(M=16, N=32, K=32, num_warps=4, num_stages=3)
 
 
-class TritonRows(Rows):
-    """int8 by row, multiplied as it is."""
+class TritonWeight(TorchWeight):
+    """Multiplied as it is."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return multiply(x, self.values, self.scales, 0, bias)
-
-
-class TritonGroups(NamedTuple):
-    """4 bits in groups: `GroupedRows`, whose scales and zero points became words."""
-
-    memory: torch.Tensor  # (outputs, inputs / 2) uint8
-    scales: torch.Tensor  # (outputs, groups) int32
-    size: int
-
-    @classmethod
-    def of(cls, shape: tuple[int, int], size: int, portion: Portion,
-           device: torch.device) -> "TritonGroups":
-        rows = GroupedRows.of(shape, size, portion, device)
-        return cls(rows.memory, storable(rows.scales).view(torch.int32) | rows.zeros, size)
-
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return multiply(x, self.memory, self.scales, self.size, bias)
-
-
-def multiply(x: torch.Tensor, memory: torch.Tensor, scales: torch.Tensor, size: int,
-             bias: torch.Tensor | None) -> torch.Tensor:
-    """x (rows, inputs) -> (rows, outputs). size: inputs of a group of 4 bits, or 0 for int8."""
-    (rows, inputs), outputs, launch = x.shape, len(memory), launch_for(x)
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    # Programs that are neighbours have other rows and the same weights, which are read once.
-    grid = triton.cdiv(rows, launch["M"]), triton.cdiv(outputs, launch["N"])
-    _linear_kernel[grid](x.contiguous(), memory, scales, bias, out, rows, outputs, inputs,
-                         memory.stride(0), scales.stride(0), SIZE=size,
-                         PART=gcd(size, launch["K"]), **launch, **kernels_fused.FMA)
-    return out
+        """x (rows, inputs) -> (rows, outputs)"""
+        (rows, inputs), outputs, launch = x.shape, len(self.memory), launch_for(x)
+        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+        # Programs that are neighbours have other rows and the same weights, which are read once.
+        grid = triton.cdiv(rows, launch["M"]), triton.cdiv(outputs, launch["N"])
+        _linear_kernel[grid](x.contiguous(), self.memory, self.heads, bias, out, rows, outputs,
+                             inputs, self.memory.stride(0), self.heads.stride(0), SIZE=self.size,
+                             PART=gcd(self.size, launch["K"]), **launch, **kernels_fused.FMA)
+        return out
 
 
 def launch_for(x: torch.Tensor) -> dict:
@@ -92,7 +67,7 @@ def launch_for(x: torch.Tensor) -> dict:
 
 
 @triton.jit(do_not_specialize=["rows"])  # it changes from step to step: see kernels.py
-def _linear_kernel(x, memory, scales, bias, out, rows, outputs, inputs, stride, scales_stride,
+def _linear_kernel(x, memory, heads, bias, out, rows, outputs, inputs, stride, heads_stride,
                    SIZE: tl.constexpr, PART: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                    K: tl.constexpr):
     """PART: neighbours in a tile of K inputs that share a group, whose size it divides."""
@@ -110,7 +85,7 @@ def _linear_kernel(x, memory, scales, bias, out, rows, outputs, inputs, stride, 
         else:
             at, part = start // 2 + tl.arange(0, K // 2), start + tl.arange(0, K // PART) * PART
             pairs = tl.load(memory + at[None, :], is_output & (at < stride)[None, :], 0)
-            word = tl.load(scales + n[:, None] * scales_stride + (part // SIZE)[None, :],
+            word = tl.load(heads + n[:, None] * heads_stride + (part // SIZE)[None, :],
                            is_output & (part < inputs)[None, :], 0)[:, :, None]  # (N, parts, 1)
             q = tl.join(pairs & 15, pairs >> 4).reshape(N, K // PART, PART).to(tl.int8)
             w = (q - (word & 15).to(tl.int8)).to(tl.float32)
@@ -118,7 +93,7 @@ def _linear_kernel(x, memory, scales, bias, out, rows, outputs, inputs, stride, 
         total = tl.dot(a, w.T, total, input_precision="ieee")
     n, is_output = n[None, :], (n < outputs)[None, :]
     if SIZE == 0:
-        total *= tl.load(scales + n, is_output, 0)
+        total *= tl.load(heads + n, is_output, 0)
     if bias is not None:
         total += tl.load(bias + n, is_output, 0).to(tl.float32)
     tl.store(out + m[:, None] * outputs + n, total.to(out.dtype.element_ty), is_row & is_output)

@@ -34,9 +34,8 @@ from nanoserve.device.memory import current, free_cpu_memory
 from nanoserve.frontend.defaults import resolve
 from nanoserve.llm import BUNDLED_MODEL, read_model
 from nanoserve_extras.engine_args import EngineArgs
-from nanoserve_extras.quantization.int4_linear import GROUP, round_groups
-from nanoserve_extras.quantization.quantization import small_kinds
-from nanoserve_extras.quantization.quantized_linear import Rows
+from nanoserve_extras.quantization.quantization import kind_of_weight
+from nanoserve_extras.quantization.quantized_linear import GROUP, round_groups, round_rows
 
 Finding = tuple[str, str, str]  # a name, the result, a remark
 GB, MB = 2 ** 30, 2 ** 20
@@ -65,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     device, twin = torch.device(config.device), namespace(config.kernels)
     with current(device):
         shapes = trial.Shapes.of(config, model)
-        for part, given in ((functions, twin), (small, small_kinds(config.kernels)), (times, twin)):
+        for part, given in ((functions, twin), (quantised, kind_of_weight(config.kernels)),
+                            (times, twin)):
             try:
                 rows += part(given, shapes, device)
             except Exception as error:  # memory ran out, or a kernel has broken the device
@@ -140,17 +140,15 @@ def verdicts(found: dict[str, tuple[float, str]]) -> list[Finding]:
             for name, (apart, error) in found.items()]
 
 
-def small(kinds: tuple[type, type], shapes: trial.Shapes, device: torch.device) -> list[Finding]:
-    """Products with weights of 8 and of 4 bits, beside the same weights widened."""
-    size, found = (136, 256), {}
+def quantised(kind: type, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
+    """Products with weights of 8 and of 4 bits, beside those of the numbers that they mean."""
+    found: dict[str, tuple[float, str]] = {}
     weight, x = (trial.numbers(shapes, device, rows, 256) for rows in (136, 9))
-    for name, kind, wide in zip(("int8", "int4"), kinds, (
-            Rows.of(weight).rows(slice(None)), round_groups(weight)[:]), strict=True):
+    for name, size, meant in (("int8", 0, round_rows(weight)), ("int4", GROUP,
+                                                               round_groups(weight))):
         apart, error = float("inf"), ""
         try:
-            packed = kind.of(weight) if name == "int8" else kind.of(
-                size, GROUP, lambda some: round_groups(weight[some]), device)
-            expected = x.double() @ wide.double().T
+            packed, expected = kind.of(weight, size), x.double() @ meant[:].double().T
             apart = float((packed.linear(x, None) - expected).norm() / expected.norm())
             if not apart <= max(trial.TOLERANCE[shapes.dtype], 1e-4):  # a CPU rounds x to 16 bits
                 error = f"{name} is wrong (relative error {apart:.1e})"

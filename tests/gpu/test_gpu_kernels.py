@@ -21,8 +21,8 @@ from sampling_twins import kept_by_kernel, kept_by_twin, plain_draw
 
 from nanoserve import ops
 from nanoserve.device import kernels
-from nanoserve_extras.quantization.int4_linear import round_groups
-from nanoserve_extras.quantization.quantized_triton import TritonGroups, TritonRows
+from nanoserve_extras.quantization.quantized_linear import round_groups, round_rows
+from nanoserve_extras.quantization.quantized_triton import TritonWeight
 from nanoserve_extras.recurrent.recurrent_delta import delta_rule
 
 pytestmark = needs_gpu
@@ -195,7 +195,7 @@ def test_the_delta_rule(dtype):
     torch.testing.assert_close(states, exact, rtol=1e-4, atol=1e-4)
 
 
-# ------------------------------------------------------------- small weights
+# --------------------------------------------------------- quantised weights
 
 
 # The products of Qwen3-8B, whose head is not tied; one that nothing divides; one row of a matrix.
@@ -205,9 +205,8 @@ WIDTHS = [(6144, 4096), (4096, 12288), (151936, 1024), (100, 513), (1, 4096)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("outputs, inputs", WIDTHS)
 def test_int8_products(outputs, inputs, dtype):
-    small = TritonRows.of(random_tensor(outputs, inputs, scale=inputs ** -.5))
-    exact = small.values.double() * small.scales.double()[:, None]
-    check_products(small, exact, inputs, dtype)
+    weight = random_tensor(outputs, inputs, scale=inputs ** -.5)
+    check_products(TritonWeight.of(weight), round_rows(weight)[:], inputs, dtype)
 
 
 @pytest.mark.parametrize("size", [32, 128, 24])
@@ -215,20 +214,19 @@ def test_int8_products(outputs, inputs, dtype):
 @pytest.mark.parametrize("outputs, inputs", WIDTHS)
 def test_products_of_4_bits(outputs, inputs, dtype, size):
     weight = random_tensor(outputs, inputs, scale=inputs ** -.5)
-    small = TritonGroups.of((outputs, inputs), size,
-                            lambda some: round_groups(weight[some], size), DEVICE)
-    check_products(small, round_groups(weight, size)[:].to(dtype), inputs, dtype)
+    packed = TritonWeight.of(weight, size)
+    check_products(packed, round_groups(weight, size)[:].to(dtype), inputs, dtype)
 
 
-def check_products(small, weight, inputs, dtype):
+def check_products(packed, weight, inputs, dtype):
     """Of rows around each tile's, twice: a product has the same bits every time. weight: what the
-    small one means."""
+    packed one means."""
     weight, bias = weight.double(), random_tensor(len(weight), dtype=dtype)
     for num_rows in (1, 16, 17, 64, 65, 300):
         x = random_tensor(num_rows, inputs, dtype=dtype)
-        got = small.linear(x, bias)
+        got = packed.linear(x, bias)
         assert_near(got, x.double() @ weight.T + bias.double(), dtype)
-        assert torch.equal(small.linear(x, bias), got)
+        assert torch.equal(packed.linear(x, bias), got)
 
 
 # ----------------------------------------------------------------- sampling

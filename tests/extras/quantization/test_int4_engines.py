@@ -15,8 +15,7 @@ from small_kinds import needs_interpreter
 
 from nanoserve import LLM
 from nanoserve_extras.drafts.speculative import Speculation
-from nanoserve_extras.quantization.int4_linear import GroupedPanels, GroupedRows, Int4Linear
-from nanoserve_extras.quantization.quantized_linear import Panels, Rows
+from nanoserve_extras.quantization.quantized_linear import QuantisedLinear
 
 INT4 = SMALL | dict(quantization="int4")
 FOUR_BITS = ["pack-quantized", "pack-quantized, zeros", "gptq", "gptq_v2", "awq"]
@@ -39,16 +38,14 @@ def test_a_checkpoint_keeps_its_numbers(name, checkpoints, tmp_path):
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS[name])
     expected = text_of(head_rounded(dense))
     with LLM(quantized, **INT4) as llm:
-        assert greedy(llm, 16) == expected and llm.config.quantization == "int4"
-        kinds = {type(each) for each in small_ones(llm).values()}
-        assert kinds in ({GroupedPanels}, {GroupedRows})  # with a compiler, and without
-        assert isinstance(llm.runner.model.lm_head.packed, (Panels, Rows))
+        assert greedy(llm, 16) == expected
+        assert {*bits(llm).values()} == {4} and llm.runner.model.lm_head.packed.size == 0
 
 
-def small_ones(llm: LLM) -> dict:
-    """The packed matrices of the layers, by name."""
-    return {name: one.packed for name, one in llm.runner.model.named_modules()
-            if isinstance(one, Int4Linear) and name != "lm_head"}
+def bits(llm: LLM) -> dict[str, int]:
+    """What the matrices of the layers are packed to, by name."""
+    return {name: 4 if one.packed.size else 8 for name, one in llm.runner.model.named_modules()
+            if isinstance(one, QuantisedLinear) and name != "lm_head"}
 
 
 @pytest.mark.parametrize("dtype, kernels", [
@@ -65,7 +62,8 @@ def test_a_product_of_an_engine_is_near_that_of_the_dequantised_weights(dtype, k
             x = torch.randn(5, 64).to(getattr(torch, dtype)) if x is None else x
             outs.append(layer(x).double())
     assert type(layer.packed).__name__ in {
-        "triton": ["TritonGroups"], "auto": ["GroupedPanels", "GroupedRows"]}[kernels]
+        "triton": ["TritonWeight"], "auto": ["CpuWeight", "TorchWeight"]}[kernels]
+    assert layer.packed.size == 16
     assert (outs[1] - outs[0]).norm() < 1e-2 * outs[0].norm()
 
 
@@ -84,7 +82,7 @@ def test_a_lm_head_of_4_bits_stays_so(checkpoints, tmp_path):
     tensors |= {f"lm_head.{part}": tensor for part, tensor in one.tensors.items()}
     save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
     with LLM(quantized, **INT4) as llm:
-        assert isinstance(llm.runner.model.lm_head.packed, (GroupedPanels, GroupedRows))
+        assert llm.runner.model.lm_head.packed.size
         got = greedy(llm, 16)
     assert got == text_of(quantized, quantization="dequantize")
 
@@ -97,7 +95,7 @@ def test_act_order_becomes_int8_and_is_said(checkpoints, tmp_path, capfd):
     expected = text_of(dense, quantization="int8")
     with LLM(quantized, **INT4) as llm:
         assert greedy(llm, 16) == expected
-        assert {type(each) for each in small_ones(llm).values()} <= {Panels, Rows}
+        assert {*bits(llm).values()} == {8}
     assert "with act-order, whose groups' inputs are no neighbours" in capfd.readouterr().err
 
 
@@ -112,10 +110,9 @@ def test_a_plain_matrix_beside_4_bits_is_left_wider(checkpoints, tmp_path):
     for options in (SMALL, INT4):
         with LLM(quantized, **options) as llm:
             outs.append(llm.runner.model.layers[0].self_attn.qkv_proj(x))
-            wide = [name for name, one in small_ones(llm).items()
-                    if isinstance(one, (Panels, Rows))]
+            of_8 = [name for name, number in bits(llm).items() if number == 8]
     assert 0 < (outs[1] - outs[0]).norm() < 1e-2 * outs[0].norm()
-    assert wide == ["layers.0.self_attn.qkv_proj"]
+    assert of_8 == ["layers.0.self_attn.qkv_proj"]
 
 
 def test_groups_that_8_does_not_divide_become_int8(checkpoints, tmp_path):
@@ -147,8 +144,8 @@ def test_8_bits_of_a_checkpoint_are_rounded_once_more(checkpoints, tmp_path):
 def test_kept_numbers_never_have_room_as_a_dense_matrix(checkpoints, tmp_path, monkeypatch):
     quantized, _ = write(checkpoints["qwen3"], tmp_path, FORMATS["gptq"])
     made = []
-    make_room = Int4Linear.make_room
-    monkeypatch.setattr(Int4Linear, "make_room",
+    make_room = QuantisedLinear.make_room
+    monkeypatch.setattr(QuantisedLinear, "make_room",
                         lambda self, *args: (made.append(self), make_room(self, *args)))
     with LLM(quantized, **INT4) as llm:
         assert made == [llm.runner.model.lm_head]
@@ -157,7 +154,7 @@ def test_kept_numbers_never_have_room_as_a_dense_matrix(checkpoints, tmp_path, m
 def test_made_up_weights_of_a_4_bit_checkpoint_are_4_bits(checkpoints, tmp_path):
     quantized, _ = write(checkpoints["qwen3"], tmp_path, FORMATS["gptq"])
     with LLM(quantized, **INT4, load_format="dummy") as llm:
-        assert {type(one) for one in small_ones(llm).values()} <= {GroupedPanels, GroupedRows}
+        assert {*bits(llm).values()} == {4}
 
 
 def test_a_draft_model_may_keep_4_bits_beside_a_rounded_model(checkpoints, tmp_path):

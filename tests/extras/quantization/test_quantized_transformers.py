@@ -112,11 +112,11 @@ def test_a_wrapping_keeps_its_own_4_bits(tmp_path, name):
         head.weight = nn.Parameter(by_definition(head.weight).float())
     with LLM(quantized, **SMALL, quantization="int4", kernels="torch") as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        kinds = Counter(type(module.linear.packed).__name__ for module in
-                        llm.runner.model.modules() if isinstance(module, Packed))
+        sizes = Counter(module.linear.packed.size for module in llm.runner.model.modules()
+                        if isinstance(module, Packed))
     for output, prompt in zip(outputs, PROMPTS, strict=True):
         assert output.outputs[0].token_ids == expected.generate(prompt, GREEDY.max_tokens)[0]
-    assert kinds == dict(GroupedRows=12, Rows=1)  # gate and up are one; the head is 8 bits
+    assert sizes == {16: 12, 0: 1}  # gate and up are one; the head is 8 bits
 
 
 def test_what_stays_is_said_with_its_share_of_the_bytes(made, capfd):

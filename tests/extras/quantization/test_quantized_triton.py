@@ -1,5 +1,5 @@
-"""The kernel for small weights: what its kin's tests (test_quantized_linear.py and
-test_int4_linear.py, which hold it to their oracles, too) can't ask of all of them.
+"""The kernel for quantised weights: what test_quantized_linear.py, which holds it to its oracles,
+too, can't ask of its kin.
 
 In the interpreter, so in float32 and float16. The interpreter checks no bounds: here each address
 of each load and store is held against the tensors that were handed over.
@@ -19,8 +19,8 @@ from triton.runtime import interpreter
 
 from nanoserve.device import kernels_fused
 from nanoserve_extras.quantization import quantized_triton as kernels
-from nanoserve_extras.quantization.int4_linear import Grouped, join, round_groups
-from nanoserve_extras.quantization.quantized_triton import LAUNCHES, TritonGroups, TritonRows
+from nanoserve_extras.quantization.quantized_linear import Quantised, join
+from nanoserve_extras.quantization.quantized_triton import LAUNCHES, TritonWeight
 
 pytestmark = needs_interpreter
 CPU, NAN = torch.device("cpu"), float("nan")
@@ -55,12 +55,12 @@ def bounds(monkeypatch):
     return tensors
 
 
-def grouped(shape: tuple[int, int], size: int) -> tuple[TritonGroups, torch.Tensor]:
+def grouped(shape: tuple[int, int], size: int) -> tuple[TritonWeight, torch.Tensor]:
     """A matrix of 4 bits as a checkpoint has it, and what it means in float32."""
     drawn = Drawn(*shape, 4, 0, size)
-    one = join([Grouped(torch.from_numpy(drawn.q).byte(), torch.from_numpy(drawn.z).byte(),
-                        torch.from_numpy(drawn.s).float(), size)])
-    return TritonGroups.of(shape, one.size, one.some, CPU), drawn.dense()
+    one = join([Quantised(torch.from_numpy(drawn.q).byte(), torch.from_numpy(drawn.z).byte(),
+                          torch.from_numpy(drawn.s).float(), size)])
+    return TritonWeight.of(one, one.size, CPU), drawn.dense()
 
 
 def within(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,16 +80,15 @@ def test_every_tile_is_right_and_stays_in_its_bounds(size, line, rows, bounds, m
     monkeypatch.setattr(kernels_fused, "table_line", lambda device: line)
     shape, x = (70, 291), within(torch.randn(rows - 1, 291).half())
     if size:
-        small, weight = grouped(shape, size)
+        packed, weight = grouped(shape, size)
         weight = weight.half()
     else:
-        small = TritonRows(torch.randint(-127, 128, shape).to(torch.int8), torch.rand(70))
-        weight = small.values.double() * small.scales.double()[:, None]
-    small = small._replace(**{name: within(one) for name, one in small._asdict().items()
-                              if isinstance(one, torch.Tensor)})
+        values, scales = torch.randint(-127, 128, shape).to(torch.int8), torch.rand(70, 1)
+        packed, weight = TritonWeight(values, scales, 0, 291), values.double() * scales.double()
+    packed = packed._replace(memory=within(packed.memory), heads=within(packed.heads))
     bias = within(torch.randn(70).half())
-    bounds[:] = [x, bias, *(one for one in small if isinstance(one, torch.Tensor))]
-    got = small.linear(x, bias)
+    bounds[:] = [x, bias, packed.memory, packed.heads]
+    got = packed.linear(x, bias)
     assert kernels.launch_for(x) is LAUNCHES[line, rows]
     expected = x.double() @ weight.double().T + bias.double()
     assert (got - expected).abs().max() <= 1e-3 * expected.abs().max()
@@ -98,33 +97,26 @@ def test_every_tile_is_right_and_stays_in_its_bounds(size, line, rows, bounds, m
 @pytest.mark.parametrize("size", [32, 24, 200])
 def test_4_bits_are_kept_to_the_last_bit(size):
     """Each input alone in its row: the sum is one weight. Scales of float16 lose no bits."""
-    small, dense = grouped((48, 160), size)
-    assert torch.equal(small.linear(torch.eye(160), None).T, dense)
-
-
-def test_words_by_hand():
-    """A scale of 0.1, whose float32 ends with 0xcd, and a zero point of 5: 0xc0 | 5."""
-    small = TritonGroups.of((1, 3), 8, lambda some: round_groups(
-        torch.tensor([[1.0, -0.5, 0.26]]), 8), CPU)
-    assert small.memory.tolist() == [[0x0f, 0x08]] and small.scales.tolist() == [[0x3dccccc5]]
+    packed, dense = grouped((48, 160), size)
+    assert torch.equal(packed.linear(torch.eye(160), None).T, dense)
 
 
 @pytest.mark.parametrize("size", [0, 32])
 def test_a_number_that_is_none_stays_one_in_its_own_row(size):
-    small = grouped((20, 100), size)[0] if size else TritonRows.of(torch.randn(20, 100))
+    packed = TritonWeight.of(torch.randn(20, 100), size)
     x, others = torch.randn(20, 100), torch.arange(20) != 3
-    expected = small.linear(x, None)
+    expected = packed.linear(x, None)
     x[3, 90] = NAN
-    got = small.linear(x, None)
+    got = packed.linear(x, None)
     assert got[3].isnan().all() and torch.equal(got[others], expected[others])
 
 
 def test_rows_may_be_further_apart_than_they_are_wide():
     wide = torch.full((9, 300), NAN)
     wide[:, 50:150] = torch.randn(9, 100)
-    small = TritonRows.of(torch.randn(20, 100))
-    assert torch.equal(small.linear(wide[:, 50:150], None),
-                       small.linear(wide[:, 50:150].contiguous(), None))
+    packed = TritonWeight.of(torch.randn(20, 100))
+    assert torch.equal(packed.linear(wide[:, 50:150], None),
+                       packed.linear(wide[:, 50:150].contiguous(), None))
 
 
 def test_a_weight_of_more_than_2_31_bytes(bounds):
@@ -134,18 +126,18 @@ def test_a_weight_of_more_than_2_31_bytes(bounds):
     memory = mmap.mmap(-1, 2 * apart + 64, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
     values = torch.frombuffer(memory, dtype=torch.int8).as_strided((3, 64), (apart, 1))
     values.copy_(torch.randint(-127, 128, (3, 64)))
-    x, scales = torch.randn(2, 64), torch.rand(3)
-    expected = x.double() @ (values.double() * scales.double()[:, None]).T
+    x, scales = torch.randn(2, 64), torch.rand(3, 1)
+    expected = x.double() @ (values.double() * scales.double()).T
     bounds[:] = [x, scales, *values]
-    torch.testing.assert_close(TritonRows(values, scales).linear(x, None).double(), expected,
-                               rtol=1e-5, atol=1e-5)
+    packed = TritonWeight(values, scales, 0, 64)
+    torch.testing.assert_close(packed.linear(x, None).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_product_of_nothing_is_the_bias():
     bias = torch.randn(5)
-    assert torch.equal(TritonRows.of(torch.zeros(5, 0)).linear(torch.zeros(2, 0), bias),
+    assert torch.equal(TritonWeight.of(torch.zeros(5, 0)).linear(torch.zeros(2, 0), bias),
                        bias.expand(2, 5))
-    assert TritonRows.of(torch.zeros(0, 7)).linear(torch.zeros(2, 7), None).shape == (2, 0)
+    assert TritonWeight.of(torch.zeros(0, 7)).linear(torch.zeros(2, 7), None).shape == (2, 0)
 
 
 def test_every_architecture_has_every_tile():
