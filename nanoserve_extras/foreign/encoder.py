@@ -64,7 +64,7 @@ CLASSIFIES = "ForSequenceClassification"
 
 
 @dataclass
-class Rows:
+class WholePrompts:
     """One step's prompts, for `attend`: each attends to itself."""
 
     query_lens: list[int]
@@ -131,7 +131,8 @@ class Encoder(TransformersModel):
         assert lengths == batch.seq_lens_host, "a prompt is not whole in its step"
         options = {} if self.separator is None else dict(
             token_type_ids=self.token_types(input_ids, lengths)[None])
-        hidden = self.run(input_ids, positions, wanted, Rows(lengths, self.windows), **options)
+        hidden = self.run(input_ids, positions, wanted, WholePrompts(lengths, self.windows),
+                          **options)
         return class_head(self.layers, hidden) if self.classifies else hidden
 
     def token_types(self, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -156,7 +157,7 @@ class Encoder(TransformersModel):
         self.set_attention(PAGED)
         windows = [window for *_, window in layers.values()]
         everyone = torch.arange(len(ids), device=ids.device)
-        got = self.run(ids, everyone, everyone, Rows([len(ids)], windows))
+        got = self.run(ids, everyone, everyone, WholePrompts([len(ids)], windows))
         got = class_head(self.layers, got[:1]) if self.classifies else got
         if got.shape != expected.shape or not self.are_close([expected], [got]):
             raise ValueError("its numbers are others with our attention")
