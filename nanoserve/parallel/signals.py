@@ -30,9 +30,8 @@ class Hold:
         self.handler: Any = None  # the one from before `begin`; it gets the first that was noted
 
     def begin(self) -> None:
-        """Once more inside, which a signal's handler may do where its thread waits, is free."""
         handler = signal.getsignal(signal.SIGINT)
-        if in_main_thread() and callable(handler) and handler != self.note:
+        if in_main_thread() and callable(handler):
             self.handler = handler
             signal.signal(signal.SIGINT, self.note)
 

@@ -21,7 +21,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from nanoserve.parallel.signals import Hold, ctrl_c_held
 
@@ -34,27 +33,35 @@ class Turns:
     def __init__(self):
         # Both reentrant: a signal's handler may come while its own thread waits in the doorway.
         self.lock, self.doorway = threading.RLock(), threading.RLock()
-        self.nesting = 0  # turns within turns of the thread that has the lock
+        self.holds: list[Hold | None] = []  # the turn's, then None for each turn within it
         self.posted: deque[Callable[[], None]] = deque()
-        self.hold = Hold()
 
     def __enter__(self) -> None:
+        hold = None
         if not self._is_mine():
-            self.hold.begin()
-            self._wait_for(self.doorway)
-            try:
-                self._wait_for(self.lock)
-            finally:
-                self.doorway.release()
-        self.nesting += 1
+            hold = Hold()  # a new one: a handler may take a turn while its thread waits for one
+            hold.begin()
+            while not self._take(hold.noted):
+                hold.end()
+                hold.begin()  # Ctrl-C has raised nothing: wait on
+        self.holds.append(hold)
 
-    def _wait_for(self, lock: Any) -> None:
-        while not lock.acquire(timeout=POLL):
-            self.deliver_ctrl_c()  # if its handler raises nothing, the wait goes on
+    def _take(self, noted: list) -> bool:
+        """Take the lock, through the doorway. False, with neither, if Ctrl-C is noted meanwhile."""
+        while not self.doorway.acquire(timeout=POLL):
+            if noted:
+                return False
+        try:
+            while not self.lock.acquire(timeout=POLL):
+                if noted:
+                    return False
+            return True
+        finally:
+            self.doorway.release()
 
     def __exit__(self, *exc_info) -> None:
-        self.nesting -= 1
-        if self.nesting:
+        hold = self.holds.pop()
+        if hold is None:
             return
         try:
             try:
@@ -63,17 +70,17 @@ class Turns:
                 self.lock.release()
             self._do_posted()  # some may have been posted while the lock was given back
         finally:
-            self.hold.end()
+            hold.end()
 
     def deliver_ctrl_c(self) -> None:
         """In the middle of a turn: raise `KeyboardInterrupt` now if Ctrl-C was noted."""
-        self.hold.end()
-        self.hold.begin()
+        with self.interruptible():
+            pass
 
     def interruptible(self) -> "Interruptible":
         """In the middle of a turn: within this `with` block Ctrl-C is not held. One that was noted
         is delivered at once."""
-        return Interruptible(self.hold)
+        return Interruptible(self.holds[0] or Hold())
 
     def post(self, work: Callable[[], None]) -> None:
         """Do `work` now or when the turn ends; never waits. Raises work's error if done now."""
@@ -82,7 +89,7 @@ class Turns:
 
     def is_within(self) -> bool:
         """Whether this thread is in the middle of a turn."""
-        return bool(self.nesting) and self._is_mine()
+        return bool(self.holds) and self._is_mine()
 
     def _do_posted(self, own: Callable | None = None) -> None:
         """Do all that is posted; if a turn is not over, its end does it. Raises the error of `own`,
@@ -93,9 +100,9 @@ class Turns:
         with ctrl_c_held():  # work that is off the queue is done, too
             while self.posted and self.lock.acquire(blocking=False):
                 try:
-                    if self.nesting:  # this thread's own turn: it is a handler that asks
+                    if self.holds:  # this thread's own turn: it is a handler that asks
                         break
-                    self.nesting = 1  # work that is posted by work comes after it
+                    self.holds.append(None)  # work that is posted by work comes after it
                     try:
                         while self.posted:
                             work = self.posted.popleft()
@@ -107,7 +114,7 @@ class Turns:
                                 else:
                                     traceback.print_exception(error)
                     finally:  # also when work ends the script
-                        self.nesting = 0
+                        self.holds.pop()
                 finally:
                     self.lock.release()
         if raised is not None:
@@ -118,15 +125,16 @@ class Turns:
 
 
 class Interruptible:
-    """Ends a hold, and begins it again. A class, and no generator with `contextmanager`: Ctrl-C
-    just before its end would leave that half done, and Python would resume it when it collects it,
-    much later."""
+    """Ends a hold, if it has begun, and begins it again. A class, and no generator with
+    `contextmanager`: Ctrl-C just before its end would leave that half done, and Python would resume
+    it when it collects it, much later."""
 
     def __init__(self, hold: Hold):
-        self.hold = hold
+        self.hold, self.was_held = hold, hold.handler is not None
 
     def __enter__(self) -> None:
         self.hold.end()
 
     def __exit__(self, *exc_info) -> None:
-        self.hold.begin()
+        if self.was_held:
+            self.hold.begin()

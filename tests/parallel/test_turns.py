@@ -62,7 +62,7 @@ def test_ctrl_c_does_not_lose_posted_work():
         with turns:
             for name in "ab":
                 turns.post(lambda name=name: ran.append(name))
-    assert ran == ["a", "b"] and not turns.nesting
+    assert ran == ["a", "b"] and not turns.holds
     with turns:
         pass  # it can still be taken
     thread = threading.Thread(target=turns.__enter__)
@@ -73,9 +73,11 @@ def test_ctrl_c_does_not_lose_posted_work():
 
 def test_ctrl_c_at_any_line_leaves_turns_that_can_be_taken():
     """Behind a turn's last line, before that of `__exit__`, it left a turn that nobody could end:
-    aborts and `shutdown` waited for ever. Here it comes once at each line of both files."""
-    def interrupt_at(number: int) -> bool:
-        """Whether there are so many lines."""
+    aborts and `shutdown` waited for ever. Here it comes once at each line of both files. And where
+    the handler of another signal had taken a turn just before, while its thread waited for one, the
+    doorway stayed shut: that handler's turn had ended the hold."""
+    def interrupt_at(number: int, alarm: int = 0) -> bool:
+        """Whether there are so many lines. alarm: where the other signal comes."""
         turns, ran, count = Turns(), [], 0
 
         def trace(frame, event, _):
@@ -83,9 +85,13 @@ def test_ctrl_c_at_any_line_leaves_turns_that_can_be_taken():
             if frame.f_code.co_filename not in (signals.__file__, turns_file.__file__):
                 return None
             count += 1
-            if count == number:
-                signal.raise_signal(signal.SIGINT)
+            if count in (number, alarm):
+                signal.raise_signal(signal.SIGINT if count == number else signal.SIGALRM)
             return trace
+
+        def handler(*_) -> None:
+            with turns, turns.interruptible():
+                pass
 
         def work():
             with turns:
@@ -93,7 +99,7 @@ def test_ctrl_c_at_any_line_leaves_turns_that_can_be_taken():
                 with turns, turns.interruptible():
                     ran.append("turn")
 
-        interrupted = False
+        interrupted, previous = False, signal.signal(signal.SIGALRM, handler)
         try:
             sys.settrace(trace)
             work()
@@ -101,6 +107,7 @@ def test_ctrl_c_at_any_line_leaves_turns_that_can_be_taken():
             interrupted = True
         finally:
             sys.settrace(None)
+            signal.signal(signal.SIGALRM, previous)
         assert interrupted == (count >= number), "it was lost"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert not turns.is_within()
@@ -115,6 +122,9 @@ def test_ctrl_c_at_any_line_leaves_turns_that_can_be_taken():
     while interrupt_at(number):
         number += 1
     assert number > 50
+    for alarm in range(1, number):
+        for behind in range(1, 60, 3):
+            interrupt_at(alarm + behind, alarm)
 
 
 def test_a_turn_leaves_the_handler_that_it_finds():
