@@ -15,7 +15,7 @@ then posted, and done between two steps (parallel/turns.py).
 
 Invariant: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
-except while a step is launched and while its tokens are awaited.
+except while a step is launched.
 
 Not known here: checkpoints, devices, how prompts are checked, and optional ideas by their names:
 these are *extras* (extra.py). Road not taken: a thread of the engine's own that
@@ -79,7 +79,7 @@ class LLMEngine:
         self.depth = max(1, config.steps_at_once - 1) if config.async_scheduling else 0
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
-        self.turns = Turns()
+        self.turns, self.in_step = Turns(), False
         self.num_arrived, self.names = 0, count(1)  # names: of requests that come without one
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         for extra in extras:
@@ -165,7 +165,10 @@ class LLMEngine:
     def advance(self) -> None:
         """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead. Only within
         a turn. After an error no request is lost: what was in flight is scheduled again."""
+        if self.in_step:
+            raise RuntimeError("a signal handler can't step in the middle of a step: abort instead")
         try:
+            self.in_step = True
             self.check_open()
             step = self.scheduler.schedule()
             for tell in self.hooks.scheduled:
@@ -191,16 +194,14 @@ class LLMEngine:
             finally:
                 self.scheduler.drop_in_flight()
             raise
+        finally:
+            self.in_step = False
 
     def _take_result(self) -> None:
-        """Wait for the oldest step in flight and take its tokens into account.
-
-        Until `fetch` returns, the step can be dropped without effect. From `update` on its tokens
-        count, and Ctrl-C is held until its outputs are in their inboxes.
-        """
+        """Wait for the oldest step in flight and take its tokens into account. From `update` on
+        they count, and Ctrl-C is held until its outputs are in their inboxes."""
         step = self.scheduler.in_flight[0]
-        with self.turns.interruptible():
-            token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
+        token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
         for seq, error in (step.failed | step.output.failed).items():
             if seq.finish_reason is None:  # this request ends, and no other
                 say(why := f"request {seq.request.request_id}: {error}")

@@ -82,6 +82,23 @@ def test_a_stream_that_is_closed_in_the_middle_of_a_step(llm, expected, monkeypa
     assert_serves(llm, expected)
 
 
+def test_a_handler_that_steps_in_the_middle_of_a_step_is_refused(llm, expected, monkeypatch):
+    """Its step changed what the other one was counting: texts were wrong, and nobody noticed."""
+    schedule, refused = llm.scheduler.schedule, []
+
+    def interrupted():
+        step = schedule()
+        if not refused:
+            with pytest.raises(RuntimeError, match="in the middle of a step") as error:
+                llm.step()
+            refused.append(error)
+        return step
+
+    monkeypatch.setattr(llm.scheduler, "schedule", interrupted)
+    assert tokens(run(llm, ["Hello"], greedy(12))) == [expected("Hello", 12)] and refused
+    assert_serves(llm, expected)
+
+
 def test_shutting_down_in_the_middle_of_a_step(qwen3, monkeypatch):
     """As the handler of SIGTERM does it: the step ends, and then the engine does."""
     with make(qwen3) as llm:
