@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from nanoserve import LLM, SamplingParams
-from nanoserve_extras.layer_plan.layer_disk import Shelf, new_file
+from nanoserve_extras.layer_plan.layer_disk import Shelf, unnamed_file
 
 CONFIG = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048,
               intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,
@@ -46,7 +46,7 @@ class Memory(threading.Thread):
 
 def disk_speed(size: int = 2 ** 30) -> float:
     """Bytes a second of one large read, of a file that no memory has."""
-    with new_file(None) as file:
+    with unnamed_file() as file:
         for _ in range(size // 2 ** 24):
             file.write(os.urandom(2 ** 20) * 16)
         file.flush()

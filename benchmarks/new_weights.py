@@ -59,12 +59,14 @@ def main(arguments: list[str] | None = None) -> None:
         done.set()
         watcher.join()
         print(f"{before:,} MB before, {most:,} at most, {held():,} behind; {seconds:.1f} s")
-        start = time.perf_counter()
-        llm.sleep()
-        asleep, slept = held(), time.perf_counter()
-        llm.wake_up()
-        print(f"{asleep:,} MB asleep, {held():,} awake; {slept - start:.1f} s to sleep, "
-              f"{time.perf_counter() - slept:.1f} s to wake up")
+        for level in (1, 2):
+            llm.sleep(level)
+            asleep, slept = held(), time.perf_counter()
+            if level == 2:
+                llm.update_weights(new_tensors(folder))
+            llm.wake_up()
+            print(f"sleep({level}): {asleep:,} MB asleep, {held():,} awake; "
+                  f"{time.perf_counter() - slept:.1f} s to wake up")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ In an update the old network goes first, since packed weights can't be written i
 may be no room for two; then the ordinary loader makes a new one. A trial against a network without
 memory comes before that: so what is wrong with the names and shapes of a folder, a dict or a list
 is an error that changes nothing. In a sleep each tensor that a network reaches stays in its place
-and loses its memory. Its bytes wait beside a GPU in host memory, on a CPU in a file without a name,
-and come back as they were, whatever they came from and however they are packed.
+and loses its memory. Its bytes wait in host memory, and come back as they were, whatever they came
+from and however they are packed. On a CPU that is where they are: there sleep(1) gives back the KV
+cache alone, and sleep(2) with a later `update_weights(folder)` the weights, too.
 
 Invariants: no text is ever computed from two sets of weights, so whatever was computed from the old
 ones is forgotten: the prefix cache and what extras keep (`Extra.reset`). All ranks see all tensors
@@ -27,13 +28,10 @@ trainer's layout to ours.
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from shutil import disk_usage
-from tempfile import TemporaryFile, gettempdir
 from types import FunctionType, ModuleType
 
 import torch
@@ -42,8 +40,6 @@ from safetensors.torch import load, save
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.loader import Tensors, load_weights, stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.device.build import cache_folder
-from nanoserve.device.memory import zeros
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.layers import Placement
@@ -104,9 +100,9 @@ class NewWeights(Extra):
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`: the KV cache, which is forgotten, and the weights.
-        level 1: `wake_up` brings them back, from host memory or, on a CPU, from a file. level 2:
-        they are lost, and only `update_weights` brings others. Raises `RuntimeError` while requests
-        run. After another error (a full disk) `wake_up` brings back what was there."""
+        level 1: they wait in host memory (on a CPU where they are), and `wake_up` brings them back.
+        level 2: they are lost, and only `update_weights` brings others. Raises `RuntimeError` while
+        requests run. After another error (no memory) `wake_up` brings back what was there."""
         if level not in (1, 2):
             raise ValueError(f"sleep(level={level!r}): choose 1, or 2 to lose the weights, too")
         with self.engine.turns:
@@ -276,41 +272,25 @@ def received(ranks: Ranks) -> Tensors:
 
 
 def put_away(runner: ModelRunner) -> None:
-    """The bytes of all tensors go to the host. Each tensor notes what gives them back, and how it
-    lies in them: several may share memory, as an embedding and a head do."""
-    tensors, places = tensors_of(runner), dict[int, partial]()
-    sizes = {one.data_ptr(): one.nbytes() for one in (t.untyped_storage() for t in tensors)}
-    with room_for(sum(sizes.values()), "weights that sleep: sleep(level=2) keeps none"):
-        file = new_file(cache_folder())
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if start := storage.data_ptr():  # 0: it is away already
-                if start not in places:
-                    numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                    places[start] = to_host(numbers, file, hasattr(tensor, "is_scratch"))
-                tensor.away = places[start], tensor.storage_offset(), tensor.shape, tensor.stride()
-                tensor.data = tensor.new_empty(0)
+    """The bytes of all tensors go to the host, where a CPU's are already. Each tensor notes what
+    gives them back, and how it lies in them: several may share memory, as an embedding and a head
+    do."""
+    places: dict[int, partial] = {}
+    for tensor in tensors_of(runner):
+        storage = tensor.untyped_storage()
+        if start := storage.data_ptr():  # 0: it is away already
+            if start not in places:
+                numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                places[start] = to_host(numbers, hasattr(tensor, "is_scratch"))
+            tensor.away = places[start], tensor.storage_offset(), tensor.shape, tensor.stride()
+            tensor.data = tensor.new_empty(0)
 
 
-def to_host(numbers: torch.Tensor, file, is_scratch: bool) -> partial:
-    """Copies bytes, and returns what gives them back: zeros, if nobody needs them."""
+def to_host(numbers: torch.Tensor, is_scratch: bool) -> partial:
+    """Copies bytes, but not a CPU's. Returns what gives them back: zeros, if nobody needs them."""
     if is_scratch:
         return partial(torch.zeros, len(numbers), dtype=torch.uint8, device=numbers.device)
-    if numbers.device.type != "cpu":
-        return partial(numbers.cpu().to, numbers.device)
-    start, left = file.tell(), memoryview(numbers.numpy())
-    while left:
-        left = left[file.write(left):]  # 2 GB at most
-    return partial(from_file, file, start, len(numbers))
-
-
-def from_file(file, start: int, size: int) -> torch.Tensor:
-    numbers = zeros(size, dtype=torch.uint8)
-    left = memoryview(numbers.numpy())
-    file.seek(start)
-    while left:
-        left = left[file.readinto(left):]
-    return numbers
+    return partial(numbers.cpu().to, numbers.device)
 
 
 def bring_back(runner: ModelRunner) -> None:
@@ -339,25 +319,3 @@ def tensors_of(runner: ModelRunner) -> list[torch.Tensor]:
             found.append(thing)
             ahead.append(thing._base)  # if it is a view: this holds the memory, too
     return found
-
-
-def new_file(folder: Path | None):
-    """One that vanishes when nothing maps it any more."""
-    return TemporaryFile(buffering=0, dir=folder or gettempdir())
-
-
-class NoRoom(OSError, ValueError):
-    """The system's error, and a value that asks for too much."""
-
-
-@contextmanager
-def room_for(num_bytes: int, what: str):
-    """Raises `NoRoom` if the disk of such files is full. what: they are for, and the remedy."""
-    folder = cache_folder() or gettempdir()
-    free = disk_usage(folder).free
-    try:
-        yield
-    except OSError as error:
-        raise NoRoom(f"no room for {num_bytes:,} bytes in {folder}, where {free:,} are free "
-                     f"({error.strerror or error}), for {what}; or make room there, or set "
-                     "XDG_CACHE_HOME to a folder of a larger disk") from error

@@ -23,18 +23,42 @@ import mmap
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
+from shutil import disk_usage
+from tempfile import TemporaryFile, gettempdir
 
 import torch
 from torch import nn
 
 from nanoserve.device.build import cache_folder
 from nanoserve.layers import Placement
-from nanoserve_extras.new_weights import new_file, room_for
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 SMALL = 2 ** 16  # bytes; less stays in memory: norms, biases, scales
-FEWER = "layers on disk: give layer_plan fewer of them"
+
+
+def unnamed_file():
+    """In the cache folder. It vanishes when nothing maps it any more."""
+    return TemporaryFile(dir=cache_folder() or gettempdir())
+
+
+class NoRoom(OSError, ValueError):
+    """The system's error, and a value that asks for too much."""
+
+
+@contextmanager
+def room_for(num_bytes: int):
+    """Raises `NoRoom` if the disk of such files is full."""
+    folder = cache_folder() or gettempdir()
+    free = disk_usage(folder).free
+    try:
+        yield
+    except OSError as error:
+        raise NoRoom(f"no room for {num_bytes:,} bytes in {folder}, where {free:,} are free "
+                     f"({error.strerror or error}), for layers on disk: give layer_plan fewer of "
+                     "them, or make room there, or set XDG_CACHE_HOME to a folder of a larger disk"
+                     ) from error
 
 
 def in_file(file, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
@@ -56,7 +80,7 @@ class OnDisk(Placement):
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         if len(shape) < 2 or not all(shape):
             return super().weight(*shape, dtype=dtype)
-        with new_file(cache_folder()) as file:
+        with unnamed_file() as file:
             tensor, _ = in_file(file, shape, dtype or self.dtype)
         return nn.Parameter(tensor, requires_grad=False)
 
@@ -77,10 +101,10 @@ class Shelf(nn.Module):
     def moved(self, value):
         """The same with its large tensors in the file: a tensor, or what consists of some."""
         if isinstance(value, torch.Tensor) and value.nbytes >= SMALL:
-            with room_for(value.nbytes, FEWER):
+            with room_for(value.nbytes):
                 tensor, memory = in_file(self.file, tuple(value.shape), value.dtype)
             self.maps.append((memory, tensor))
-            tensor.is_on_disk = True  # for an engine that goes to sleep
+            tensor.is_on_disk = True  # a sleep leaves it, since a thread may be reading ahead
             return tensor.copy_(value)
         if isinstance(value, tuple):
             moved = map(self.moved, value)
@@ -110,7 +134,7 @@ class Disk:
     """The layers of one rank that are on disk, in their order."""
 
     def __init__(self) -> None:
-        self.file = new_file(cache_folder())
+        self.file = unnamed_file()
         self.shelves: list[Shelf] = []
         self.reader = ThreadPoolExecutor(1, "nanoserve-layers")  # it ends with the network
         self.reading: dict[Shelf, Future] = {}

@@ -44,9 +44,9 @@ from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
-from nanoserve_extras.layer_plan.layer_disk import FEWER, Disk, OnDisk
+from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom, OnDisk, room_for
 from nanoserve_extras.layer_plan.options import LayerPlanOptions
-from nanoserve_extras.new_weights import NewWeights, NoRoom, room_for
+from nanoserve_extras.new_weights import NewWeights
 
 DEPLOY = -4  # in the place of a step's first length: the plan that is to be followed comes next
 AT_RANK_0 = ("embed_tokens.", "norm.", "lm_head.")  # tensors that no later stage has
@@ -157,7 +157,7 @@ class Stage(Decoder):
             self.elsewhere += AT_RANK_0
         self.dtype, self.is_alone = on.dtype, len(plan) == 1
         needed = sum(w.nbytes for i in plan[stage].on_disk for w in self.layers[i].parameters())
-        with room_for(needed, FEWER):
+        with room_for(needed):
             self.disk = Disk() if plan[stage].on_disk else None
             for i in plan[stage].on_disk:
                 layer = DecoderLayer(config, i, OnDisk(**vars(on)), expert_parallel)
