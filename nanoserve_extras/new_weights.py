@@ -86,7 +86,7 @@ class NewWeights(Extra):
         """
         with self.engine.turns:
             runner = self.idle_runner("update_weights()")
-            folder, tensors = read(weights, runner)
+            folder, tensors = read(weights, self.engine)
             if not isinstance(tensors, Iterator):
                 try_names(runner, tensors)
             self.are_lost = True
@@ -143,7 +143,7 @@ class NewWeights(Extra):
             raise RuntimeError(NO_WEIGHTS if self.are_lost else ASLEEP)
 
 
-def read(weights: Weights, runner: ModelRunner,
+def read(weights: Weights, engine: LLMEngine,
          ) -> tuple[Path | None, Iterable[tuple[str, torch.Tensor]]]:
     """The folder, if it is one, names and tensors: a folder's are mapped, so they may be asked for
     twice and take no memory. Raises `ValueError`."""
@@ -151,12 +151,12 @@ def read(weights: Weights, runner: ModelRunner,
         return None, list(weights.items())
     if not isinstance(weights, (str, Path)):
         return None, weights if isinstance(weights, (list, tuple)) else iter(weights)
-    folder, old, config = find_model(weights), runner.model_config, runner.config
-    if runner.parts.make_network is None:
-        new = ModelConfig.from_folder(folder, config.hf_overrides)
-    else:
-        from nanoserve_extras.foreign.foreign import read_foreign  # here: it imports transformers
-        _, new, _ = read_foreign(config, folder)
+    folder, old = find_model(weights), engine.runner.model_config
+    if engine.runner.parts.make_network is None:
+        new = ModelConfig.from_folder(folder, engine.config.hf_overrides)
+    else:  # imported here, since it imports transformers
+        from nanoserve_extras.foreign.foreign import ForeignNetwork, read_foreign
+        _, new, _ = read_foreign(engine.extra(ForeignNetwork).args, folder)
     differing = [f.name for f in fields(ModelConfig) if f.name not in FREE
                  and getattr(old, f.name) != getattr(new, f.name)]
     if differing:
