@@ -12,7 +12,8 @@
 // For that the activations become whole numbers of 16 bits, too: each block of 512 inputs of a row
 // has its own scale, the largest number in it over 32767. That keeps 15 bits of the largest number,
 // where bfloat16 has 8. Why 512: a block's sum is 512 * 127 * 32767 at most, which is just below
-// 2^31. Behind a block the sums are scaled and added up in float32.
+// 2^31. Behind a block the sums are scaled and added up in float32. Zeros fill a panel's last units,
+// so that a loop can take four at a time.
 //
 // Of 4 bits, weight = (q - z) * s, and a group of inputs shares s and z. A panel is one stream of
 // lines of 64 bytes, 32 bits for each output. A group's first line has s, a float32 whose last four
@@ -97,8 +98,6 @@ inline Wide unpack(Bits line, int k, Bits zeros) {  // zeros: in both halves
 }
 #endif
 
-inline Wide unpack(const Wide &line, int, Bits) { return line; }
-
 inline Bits bits_at(const uint8_t *at) { Bits x; std::memcpy(&x, at, sizeof x); return x; }
 inline void add_scaled(Vector sums, float scale, float *out) {
     Vector total;
@@ -109,24 +108,22 @@ inline void add_scaled(Vector sums, float scale, float *out) {
 
 // ------------------------------------------------------------------- the loop
 
-template <int BITS> constexpr int UNITS = BITS == 4 ? 4 : 1;  // of a line
-template <int BITS> constexpr long LINE = UNITS<BITS> * PANEL * BITS / 4;  // bytes
-template <int BITS> inline auto line_at(const uint8_t *at) {
-    if constexpr (BITS == 4) return bits_at(at); else return widen(at);
-}
+constexpr int UNITS = 4;  // of a line
+template <int BITS> constexpr long LINE = UNITS * PANEL * BITS / 4;  // bytes
 
 // out (R, 16 * P) = rows (units, R) times P panels. scales: of the rows' blocks, (blocks, R). next:
 // what is read afterwards, which is fetched meanwhile; or null. One row alone is one stream, which
 // the CPU itself fetches early enough. group: its units, of 4 bits; of 8 bits those of a block.
 //
-// A sum waits for its last addition: one row alone, which has nothing else to do meanwhile, has four
-// sums of 4 bits for each output. (docs/LOG.md, 2026-11-24.)
+// A sum waits for its last addition. Few rows have nothing else to do meanwhile, so they have some
+// sums for each output, which are added up in the end: CHAINS. (docs/LOG.md, 2026-11-27.)
 template <int BITS, int R, int P>
 void multiply(const int32_t *rows, const float *scales, const uint8_t *const *panels,
               const uint8_t *const *next, long units, long group, float *out) {
     constexpr int WIDTH = P * VECTORS;  // vectors of a row's sums
-    constexpr int CHAINS = R == 1 ? UNITS<BITS> : 1;
-    constexpr long PART = LINE<BITS> / VECTORS;  // bytes
+    constexpr int CHAINS = R == 1 ? UNITS : LANES == 16 && R * P <= 8 ? 2 : 1;
+    // Units that are unrolled. With AVX2's 16 registers more of them would be spilled.
+    constexpr int TOGETHER = BITS == 4 && LANES == 16 ? UNITS : CHAINS;
     std::memset(out, 0, R * P * PANEL * sizeof(float));
     long at = 0;  // in a panel
     Vector block[R * WIDTH] = {};
@@ -137,7 +134,7 @@ void multiply(const int32_t *rows, const float *scales, const uint8_t *const *pa
         if constexpr (BITS == 4) {
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; i++) {
-                const Bits head = bits_at(panels[i / VECTORS] + at + i % VECTORS * PART);
+                const Bits head = bits_at(panels[i / VECTORS] + at + i % VECTORS * 4 * LANES);
                 weight_scales[i] = (Vector)(head & ~15u);
                 zeros[i] = (head & 15) * 0x10001;
             }
@@ -146,23 +143,32 @@ void multiply(const int32_t *rows, const float *scales, const uint8_t *const *pa
         Ints sums[CHAINS * R * WIDTH];
 #pragma GCC unroll 64
         for (int i = 0; i < CHAINS * R * WIDTH; i++) sums[i] = Ints{};
-        for (long u = first; u < end; u += UNITS<BITS>, at += LINE<BITS>) {
-            decltype(line_at<BITS>(nullptr)) line[WIDTH];
+        for (long u = first; u < end; u += UNITS, at += LINE<BITS>) {
+            if (R > 1 && next)
+                for (int p = 0; p < P; p++)
+                    for (long byte = 0; byte < LINE<BITS>; byte += 64)
+                        __builtin_prefetch(next[p] + at + byte);
+            Bits line[WIDTH] = {};  // Units of 8 bits are read one by one.
+            if constexpr (BITS == 4) {
 #pragma GCC unroll 16
-            for (int i = 0; i < WIDTH; i++) {
-                const int p = i / VECTORS, part = i % VECTORS;
-                line[i] = line_at<BITS>(panels[p] + at + part * PART);
-                if (R > 1 && next && part == 0) __builtin_prefetch(next[p] + at);
+                for (int i = 0; i < WIDTH; i++)
+                    line[i] = bits_at(panels[i / VECTORS] + at + i % VECTORS * 4 * LANES);
             }
+#pragma GCC unroll 1
+            for (int k = 0; k < UNITS; k += TOGETHER) {
 #pragma GCC unroll 4
-            for (int k = 0; k < UNITS<BITS>; k++, rows += R) {
-                Wide unit[WIDTH];
+                for (int c = 0; c < TOGETHER; c++, rows += R) {
+                    Wide unit[WIDTH];
 #pragma GCC unroll 16
-                for (int i = 0; i < WIDTH; i++) unit[i] = unpack(line[i], k, zeros[i]);
+                    for (int i = 0; i < WIDTH; i++)
+                        if constexpr (BITS == 4) unit[i] = unpack(line[i], k + c, zeros[i]);
+                        else unit[i] = widen(panels[i / VECTORS] + at +
+                                             ((k + c) * VECTORS + i % VECTORS) * 2 * LANES);
 #pragma GCC unroll 64
-                for (int i = 0; i < R * WIDTH; i++)
-                    multiply_add(sums[k % CHAINS * R * WIDTH + i], unit[i % WIDTH],
-                                 rows[i / WIDTH]);
+                    for (int i = 0; i < R * WIDTH; i++)
+                        multiply_add(sums[c % CHAINS * R * WIDTH + i], unit[i % WIDTH],
+                                     rows[i / WIDTH]);
+                }
             }
         }
         // A group of 512 inputs is 512 * 15 * 32767 at most, an eighth of what 32 bits hold.
@@ -238,7 +244,7 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
     if (!rows) return;  // as in device/cpu.cpp
     const bool is_4 = group > 0;
     const Tiling tiling(rows, is_4);
-    const long units = is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 2);
+    const long units = is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 8) * UNITS;
     const long group_units = is_4 ? group / 2 : BLOCK_UNITS;
     const long blocks = ceil_div(inputs, BLOCK);
     const long tile_size = units * tiling.rows, scales_size = blocks * tiling.rows;

@@ -43,7 +43,7 @@ LARGEST_4 = 15
 GROUP = 32  # inputs that share a scale, of 4 bits that are rounded here
 PORTION = 2 ** 20  # numbers that are there in float32 while a matrix is rounded or multiplied
 PANEL = 16  # outputs that stand side by side in quantized_linear.cpp
-LINE = 8  # inputs of a line of a panel of 4 bits: a group is some of them
+LINE = 8  # inputs of a line of a panel: a group is some of them
 BLOCK = 512  # inputs of a block of activations (quantized_linear.cpp), which groups must divide
 
 
@@ -227,8 +227,8 @@ class TorchWeight(NamedTuple):
 
 
 class CpuWeight(NamedTuple):
-    """The order of quantized_linear.cpp, in panels of 16 outputs: of 8 bits inputs / 2 lines of
-    (16, 2) numbers, of 4 bits lines of 16 words, one head and size / 8 more for each group."""
+    """The order of quantized_linear.cpp, in panels of 16 outputs. 8 bits: units of (16, 2) numbers,
+    4 for 8 inputs. 4 bits: lines of 16 words, a head and size / 8 more for each group."""
 
     memory: torch.Tensor  # (panels, bytes) int8
     scales: torch.Tensor | None  # (outputs,), of 8 bits; those of 4 bits are in the heads
@@ -240,8 +240,8 @@ class CpuWeight(NamedTuple):
     def of(cls, whole: torch.Tensor | Quantised, size: int = 0,
            device: torch.device | None = None) -> "CpuWeight":
         (outputs, inputs), groups = whole.shape, -(-whole.shape[1] // (size or 1))
-        num_lines = groups * (1 + size // LINE) if size else -(-inputs // 2)
-        memory = mapped_zeros(-(-outputs // PANEL), num_lines, PANEL,
+        width = groups * (1 + size // LINE) if size else -(-inputs // LINE) * LINE // 2
+        memory = mapped_zeros(-(-outputs // PANEL), width, PANEL,
                               dtype=torch.int32 if size else torch.int16)
         scales = None if size else torch.empty(outputs)
         for rows, one in in_portions(whole, size):
@@ -250,7 +250,7 @@ class CpuWeight(NamedTuple):
                 words = words.unflatten(1, (groups, -1))  # (n, groups, size / 8)
                 lines = torch.cat([one.heads()[..., None], words], 2).flatten(1)
             else:
-                lines = F.pad(one.values, (0, inputs % 2)).view(torch.int16)
+                lines = F.pad(one.values, (0, -inputs % LINE)).view(torch.int16)
                 scales[rows] = one.scales[:, 0]
             panels = F.pad(lines, (0, 0, 0, -len(lines) % PANEL)).unflatten(0, (-1, PANEL))
             memory[rows.start // PANEL:][:len(panels)] = panels.transpose(1, 2)
