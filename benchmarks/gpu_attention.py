@@ -111,7 +111,7 @@ def launches(tiles: dict | None = None, splits: int | None = None) -> Iterator[N
     with contextlib.ExitStack() as stack:
         if tiles is not None:
             stack.enter_context(mock.patch.object(
-                kernels, "_tiles", lambda arch, dtype, group, head_dim, is_small, phase: (
+                kernels, "_tiles", lambda arch, dtype, group, head_dim, is_int8, phase: (
                     tiles | dict(BLOCK_D=max(16, triton.next_power_of_2(head_dim))))))
         if splits is not None:
             stack.enter_context(mock.patch.object(

@@ -368,11 +368,11 @@ void experts(const T *hidden, const float *weights, const int64_t *ids, const ui
 template <class T> struct Cache {
     uint32_t *k, *v;
     long kv_heads, stored, block_size;
-    bool is_small = stored % PANEL != 0;  // the shape has a scale's 4 bytes behind a token's head
-    long padded = is_small ? stored - 4 : stored;
+    bool is_int8 = stored % PANEL != 0;  // the shape has a scale's 4 bytes behind a token's head
+    long padded = is_int8 ? stored - 4 : stored;
     static constexpr long N = PER_UNIT<T>, V_UNITS = PANEL / N;  // a tile's tokens
     long size() const { return padded * V_UNITS; }  // units of a tile's KV head, of K as of V
-    long words() const { return is_small ? padded * PANEL / 4 + PANEL : size(); }  // as stored
+    long words() const { return is_int8 ? padded * PANEL / 4 + PANEL : size(); }  // as stored
     uint32_t *keys(long tile, long head) const { return k + (tile * kv_heads + head) * words(); }
     uint32_t *values(long tile, long head) const { return v + (tile * kv_heads + head) * words(); }
     const float *scales(const uint32_t *tile) const {
@@ -387,7 +387,7 @@ template <class T> struct Cache {
     // A token's head goes to its places; in 8 bits by the rule of `small` in ops.py.
     template <class At> void store(const T *x, long size, long lane, uint32_t *tile, At at) const {
         char *numbers = reinterpret_cast<char *>(tile);
-        if (!is_small) {
+        if (!is_int8) {
             for (long i = 0; i < size; i++)
                 std::memcpy(numbers + at(i, lane) * sizeof(T), x + i, sizeof(T));
             return;
@@ -470,7 +470,7 @@ template <class T> struct Attention {
     Cache<T> cache;
     T *out;
     // Whether a small cache is multiplied as it is stored.
-    bool whole = HAS_WHOLE && PER_UNIT<T> == 2 && cache.is_small && head_dim <= LONGEST_WHOLE;
+    bool whole = HAS_WHOLE && PER_UNIT<T> == 2 && cache.is_int8 && head_dim <= LONGEST_WHOLE;
 
     void run(long row, long kv_head, long first, long count) const {
         const long group = heads / cache.kv_heads, rows = count * group;
@@ -556,7 +556,7 @@ template <class T> struct Attention {
             for (long i = 0; i < width; i++) {
                 keys[i] = readable(pieces[p + i].keys, i);
                 next[i] = pieces[p + i].values;
-                if (cache.is_small) fetch(cache.scales(next[i]));
+                if (cache.is_int8) fetch(cache.scales(next[i]));
             }
             for (long t = 0; t < tiling.tiles; t++)
                 loop_of(tiling, width)(
@@ -575,7 +575,7 @@ template <class T> struct Attention {
             const float *of_keys = cache.scales(pieces[p].keys);
 #pragma omp simd
             for (int i = 0; i < PANEL; i++) s[i] *= scale;
-            if (cache.is_small)
+            if (cache.is_int8)
 #pragma omp simd
                 for (int i = 0; i < PANEL; i++) s[i] *= of_keys[i];
             if (softcap > 0)
@@ -610,7 +610,7 @@ template <class T> struct Attention {
         if (top != highest)
             for (long i = 0; i < cache.padded; i++) sums[i] *= shrink;
         highest = top;
-        for (long p = 0; cache.is_small && p < n; p++) {  // lanes of others may have any scale
+        for (long p = 0; cache.is_int8 && p < n; p++) {  // lanes of others may have any scale
             const float *of_values = cache.scales(pieces[p].values);
             float *s = scores + p * PANEL;
 #pragma omp simd
@@ -640,9 +640,9 @@ template <class T> struct Attention {
                     float *sums) const {
         const uint32_t *values[TILES_AT_ONCE];
         for (long p = 0; p < n; p++) {
-            values[p] = pieces[p].count < PANEL && !cache.is_small
+            values[p] = pieces[p].count < PANEL && !cache.is_int8
                 ? living(pieces[p], p) : readable(pieces[p].values, p);
-            if (next_pieces && cache.is_small) fetch(cache.scales(next_pieces[p].keys));
+            if (next_pieces && cache.is_int8) fetch(cache.scales(next_pieces[p].keys));
         }
         const long step = V_UNITS * (whole ? Whole::WORDS : PANEL), groups = cache.padded / PANEL;
         for (long g = 0, width = tiling.panels; g < groups; g += width) {
@@ -661,9 +661,9 @@ template <class T> struct Attention {
         }
     }
 
-    // A tile as the loop reads it: a small one may have to be widened first, into copy `place`.
+    // A tile as the loop reads it: one of int8 may have to be widened first, into copy `place`.
     const uint32_t *readable(const uint32_t *tile, long place) const {
-        if (!cache.is_small || whole) return tile;
+        if (!cache.is_int8 || whole) return tile;
         uint32_t *copy = scratch<uint32_t>(6, TILES_AT_ONCE * cache.size()) + place * cache.size();
         cache.widen(tile, copy);
         return copy;

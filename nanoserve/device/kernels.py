@@ -127,7 +127,7 @@ def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
 
 
 @cache
-def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_small: bool,
+def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_int8: bool,
            phase: str) -> dict:
     """The table's entry, for this head size: a tile of keys keeps its size in bytes, within 16 to
     64 keys. fp32, for comparisons and without tensor cores, gets half of that, to avoid spills, and
@@ -136,9 +136,9 @@ def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_small: b
     block_d = max(16, triton.next_power_of_2(head_dim))
     size = block_d * dtype.itemsize ** 2  # 512 for the table's 128 numbers of 2 bytes
     block_m = max(16, entry["BLOCK_M"] * 512 // max(size, 512), triton.next_power_of_2(group))
-    block_n = max(16, min(64, entry["BLOCK_N"] * 512 // size) >> is_small)
+    block_n = max(16, min(64, entry["BLOCK_N"] * 512 // size) >> is_int8)
     return entry | dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-                        num_stages=entry["num_stages"] + (is_small and phase == "prefill"))
+                        num_stages=entry["num_stages"] + (is_int8 and phase == "prefill"))
 
 
 # Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of

@@ -66,7 +66,7 @@ class Shapes(NamedTuple):
     activation: str = "silu"
     qk_norm: bool = False
     num_experts: int = 0
-    is_small: bool = False  # the KV cache is int8
+    is_int8: bool = False  # the KV cache is int8
     windows: tuple[int | None, ...] = (None,)
     softcap: float | None = None
 
@@ -134,7 +134,7 @@ def trials(twin: ModuleType, shapes: Shapes, device: torch.device,
     checks = dict(CHECKS)
     if device.type == "cuda" or graph_class is not CudaGraph:
         checks["graph"] = lambda *given: check_graph(*given, graph_class)
-    tolerance = max(TOLERANCE[shapes.dtype], 6e-3 * shapes.is_small)  # one step of an int8 more
+    tolerance = max(TOLERANCE[shapes.dtype], 6e-3 * shapes.is_int8)  # one step of an int8 more
     found = {}
     for name, check in checks.items():
         worst, error = 0.0, ""
@@ -301,7 +301,7 @@ class Crowd:
 
     def caches(self, space: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """With all keys and values, also those that a step then writes anew."""
-        dtype = torch.int8 if self.shapes.is_small else self.shapes.dtype
+        dtype = torch.int8 if self.shapes.is_int8 else self.shapes.dtype
         caches = space.new_cache(self.num_blocks, self.shapes.block_size, 2, self.shapes.head_dim,
                                  dtype, self.device)
         self.store(space, self.past, self.before, caches)

@@ -128,7 +128,7 @@ def printed(command: list[str], seconds: float = 20, **environment: str) -> str:
 def functions(twin, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
     """The model's own kinds, then those that other models have."""
     found: dict[str, tuple[float, str]] = {}
-    for one in (shapes, shapes._replace(is_small=True, windows=(None, 100), num_experts=8,
+    for one in (shapes, shapes._replace(is_int8=True, windows=(None, 100), num_experts=8,
                                         softcap=30.0, activation="gelu_tanh")):
         for name, outcome in trial.trials(twin, one, device).items():
             found[name] = max(found.get(name, outcome), outcome, key=lambda x: (bool(x[1]), x[0]))

@@ -33,10 +33,10 @@ def wrong(found: dict[str, tuple[float, str]]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", trial.TOLERANCE, ids=str)
-@pytest.mark.parametrize("is_small", [False, True], ids=["", "int8"])
-def test_the_compiled_twin_passes(dtype, is_small):
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+def test_the_compiled_twin_passes(dtype, is_int8):
     cpu = pytest.importorskip("nanoserve.device.cpu")
-    shapes = SMALL._replace(dtype=dtype, is_small=is_small, hidden_size=520, head_dim=64)
+    shapes = SMALL._replace(dtype=dtype, is_int8=is_int8, hidden_size=520, head_dim=64)
     found = trials(cpu, shapes, CPU)
     assert set(found) == set(trial.CHECKS) and not wrong(found)
     assert all(apart > 0 for name, (apart, _) in found.items() if name in ("linear", "experts"))

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 import transformers
 from architectures import ARCHITECTURES, GQA, randomise
 from hybrids import HYBRIDS
-from small_kinds import needs_compiler
 from torch import nn
 from transformers import AutoModelForCausalLM
+from weight_kinds import needs_compiler
 
 from nanoserve.layers import Placement
 from nanoserve_extras.foreign.foreign_layers import Gated, Norm, our_norm, roles, take_over

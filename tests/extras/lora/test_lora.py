@@ -16,7 +16,7 @@ from adapters import ALL, ATTENTION, GREEDY, PROMPTS, SMALL, Adapters
 from checkpoints import Reference, assert_same_text
 from loading import stored_tensors
 from safetensors.torch import save_file
-from small_kinds import needs_interpreter
+from weight_kinds import needs_interpreter
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve.layers import Linear

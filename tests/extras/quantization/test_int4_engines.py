@@ -11,7 +11,7 @@ import torch
 from loading import greedy, stored_tensors
 from packing import FORMATS, SMALL, by_definition, pack, text_of, write
 from safetensors.torch import save_file
-from small_kinds import needs_interpreter
+from weight_kinds import needs_interpreter
 
 from nanoserve import LLM
 from nanoserve_extras.drafts.speculative import Speculation

@@ -13,7 +13,7 @@ import torch
 from loading import greedy, stored_tensors
 from packing import FORMATS, SMALL, by_definition, groups_by_definition, text_of, write
 from safetensors.torch import save_file
-from small_kinds import ENGINES, needs_interpreter
+from weight_kinds import ENGINES, needs_interpreter
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.device import build

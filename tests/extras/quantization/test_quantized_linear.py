@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from packing import Drawn, by_definition, groups_by_definition
-from small_kinds import KINDS, TOLERANCE, close, needs_compiler, row_counts
+from weight_kinds import KINDS, TOLERANCE, close, needs_compiler, row_counts
 
 from nanoserve.device import build
 from nanoserve.device.library import functions_of

@@ -14,10 +14,10 @@ from architectures import Made, make
 from checkpoints import Reference
 from hybrids import HYBRIDS
 from packing import FORMATS, by_definition, groups_by_definition, write
-from small_kinds import needs_compiler
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
+from weight_kinds import needs_compiler
 
 from nanoserve import LLM, SamplingParams
 from nanoserve_extras.foreign.foreign_layers import Packed

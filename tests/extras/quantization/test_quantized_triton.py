@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from packing import Drawn
-from small_kinds import needs_interpreter
+from weight_kinds import needs_interpreter
 
 pytest.importorskip("triton")
 
