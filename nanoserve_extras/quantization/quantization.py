@@ -96,8 +96,8 @@ class Quantization(Extra):
         return frozenset([Fact.OWN_LINEAR, *[Fact.ONE_MATRIX] * is_packed])
 
     def prepare(self, plan: Plan) -> Plan:
-        kind, layers = choose_layers(self.options.quantization, plan)
-        note = (f"quantization={kind!r}",) if kind else ()
+        self.kind, layers = choose_layers(self.options.quantization, plan)
+        note = (f"quantization={self.kind!r}",) if self.kind else ()
         return replace(plan, notes=plan.notes + note, parts=replace(plan.parts, layers=layers))
 
 

@@ -371,7 +371,7 @@ def test_a_masked_language_models_checkpoint_embeds(tmp_path, texts):
     (dict(runner="generate"), "has no model of that name that writes text"),
     (dict(convert="classify"), "convert='classify', but BertModel has not a classifier"),
     (dict(convert="reward"), "convert='reward' is not for encoders"),
-    (dict(tensor_parallel_size=2), "runs on one rank"),
+    (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
     (dict(hf_overrides=dict(is_decoder=True)), "neither causal|is causal|not supported"),
 ], ids=str)
 def test_what_an_encoder_can_not_do_is_refused(encoders, options, words):
@@ -384,15 +384,6 @@ def test_mpnet_is_refused_for_its_relative_bias(tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="MPNetModel is not supported: .* with a bias for each"):
         start(tmp_path, runner="auto", load_format="dummy", skip_tokenizer_init=True)
-
-
-def test_a_causal_network_by_transformers_does_not_pool(encoders, tmp_path):
-    from architectures import ARCHITECTURES
-    from architectures import make as make_decoder
-
-    folder = make_decoder(ARCHITECTURES["opt"](), tmp_path / "opt")
-    with pytest.raises(ValueError, match="OPTForCausalLM is not supported.*is causal"):
-        start(folder, model_impl="transformers")
 
 
 def test_wrong_weights_are_found_at_load(encoders, tmp_path):

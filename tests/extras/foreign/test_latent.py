@@ -67,7 +67,7 @@ def test_small_weights_leave_what_is_absorbed_as_it_is(made, capsys):
 
 def test_the_page_says_how_much_smaller_the_cache_is():
     """From the classes' own defaults, which are those of the checkpoints; MiniCPM3's are given."""
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     for name, config in {"DeepSeek V2-Lite": DeepseekV2Config(num_attention_heads=16),
                          "GLM-4.7-Flash": Glm4MoeLiteConfig(),
                          "MiniCPM3-4B": MiniCPM3Config(num_attention_heads=40)}.items():

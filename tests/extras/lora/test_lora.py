@@ -275,7 +275,7 @@ def test_requests_that_are_refused(voices, tmp_path):
 
 
 def test_a_network_of_transformers_takes_no_adapters(voices):
-    with pytest.raises(ValueError, match="together with model_impl='transformers'"):
+    with pytest.raises(ValueError, match="enable_lora=True .* transformers' Qwen3"):
         LLM(voices.base, **SMALL | dict(model_impl="transformers"))
 
 

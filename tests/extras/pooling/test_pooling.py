@@ -13,6 +13,7 @@ from pooled import assert_close, data, normalised, pooled, start, vectors
 from small_engine import assert_idle
 
 from nanoserve import PoolingParams
+from nanoserve.frontend.facts import Fact
 
 # ------------------------------------------------------------------ embeddings
 
@@ -23,7 +24,7 @@ def test_every_family_embeds_as_transformers(checkpoints, prompts, hidden_states
     prompts = prompts[2:11:2]
     hidden = [hidden_states(name, prompt) for prompt in prompts]
     with start(checkpoints[name]) as llm:
-        assert llm.runner.model.lm_head is None and llm.config.runner == "pooling"
+        assert llm.runner.model.lm_head is None and Fact.GENERATES not in llm.facts
         outputs = llm.embed(prompts, use_tqdm=False)
         assert [output.prompt_token_ids for output in outputs] == prompts
         assert_close(vectors(outputs), [pooled(h, "LAST") for h in hidden], name)

@@ -4,8 +4,6 @@ nothing that is fetched or opened. Oracle: `LLM`, with prompts written by hand."
 import base64
 import io
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +18,6 @@ from nanoserve_extras.multimodal.multimodal import Multimodal  # noqa: E402
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
-    sys.path.append(str(Path(__file__).parent.parent / "extras"))
     from seeing import make_with_processor
     llm = LLM(make_with_processor("llava", tmp_path_factory.mktemp("llava")), dtype="float32",
               num_gpu_blocks_override=32, limit_mm_per_prompt={"image": 1})

@@ -1,8 +1,6 @@
 """`/v1/audio/transcriptions`, as OpenAI's client sends it: a form with a WAV file. The oracle is
 transformers' processor and `generate`."""
 
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,6 @@ from serving import NAME, Serving  # noqa: E402
 
 from nanoserve import LLM  # noqa: E402
 
-sys.path.append(str(Path(__file__).parent.parent / "extras"))
 PATH, MAX_TOKENS = "/v1/audio/transcriptions", 12
 FORM = "multipart/form-data; boundary=xyz"
 
