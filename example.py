@@ -20,8 +20,9 @@ def main() -> None:
     from nanoserve import LLM, SamplingParams  # here: it loads torch, which takes seconds
 
     params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=100, seed=1)
+    traced = {"trace": args.trace} if args.trace else {}  # an option of an extra
     try:
-        llm = LLM(args.model, trace=args.trace)
+        llm = LLM(args.model, **traced)
     except ValueError as error:  # it says what to do
         parser.error(str(error))
     with llm:

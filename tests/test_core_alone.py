@@ -44,11 +44,24 @@ for script in (["example.py"],
     runpy.run_path(script[0], run_name="__main__")""", tmp_path)
 
 
-def test_the_rest_runs_without_an_idea_that_nobody_asks_for(tmp_path, qwen3):
-    """A reader may delete a single idea with its rows in the tables, and not the folder alone."""
+# Where the tables name the idea that is deleted.
+LORA = {"__init__.py": ['"LoRARequest": "lora.lora", ', '"lora.lora.LoRA": args.enable_lora,'],
+        "engine_args.py": ["from nanoserve_extras.lora.options import LoRAOptions",
+                           "LoRAOptions, "]}
+
+
+def test_the_rest_runs_without_one_idea(tmp_path, qwen3):
+    """A reader may delete a folder with its rows in the tables."""
     for package in (PACKAGE, EXTRAS):
         shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns(
-            "lora", "drafts", "pooling", "server", "__pycache__"))
-    run(f"""from nanoserve import LLM, SamplingParams
+            "lora", "server", "__pycache__"))
+    for file, rows in LORA.items():
+        text = (path := tmp_path / EXTRAS.name / file).read_text()
+        for row in rows:
+            assert text.count(row) == 1
+            text = text.replace(row, "")
+        path.write_text(text)
+    run(f"""import nanoserve_extras; from nanoserve import LLM, SamplingParams
+assert nanoserve_extras.__file__.startswith({str(tmp_path)!r})
 out = LLM({str(qwen3)!r}).generate([1, 2, 3], SamplingParams(max_tokens=4))
 assert len(out[0].outputs[0].token_ids) == 4""", tmp_path)
