@@ -300,7 +300,8 @@ def _read_by_transformers(kind: str, config: dict) -> tuple[Any, Rope, Rope | No
 
     if kind == "mistral" and "layer_types" in config:
         kind = "ministral"  # as transformers does
-    made_by, by_kind = CONFIG_MAPPING[kind], kind == "gemma3_text"
+    made_by: Any = CONFIG_MAPPING[kind]
+    by_kind = kind == "gemma3_text"
     known = {f.name for f in fields(made_by) if not f.name.endswith("_token_id")}
     known -= {f.name for f in fields(PreTrainedConfig)}  # dtype, labels: nothing of the network
     known |= {*UNDECLARED, *(name for pair in made_by.attribute_map.items() for name in pair)}
@@ -316,15 +317,15 @@ def _read_by_transformers(kind: str, config: dict) -> tuple[Any, Rope, Rope | No
         hf = made_by(**entries)
         hf.head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         if by_kind:  # what no layer is has no complete recipe, and gets the other's
-            ropes = [make_rope(hf, layers if layers in hf.layer_types else hf.layer_types[0])
-                     for layers in KINDS]
+            every, windowed = (make_rope(hf, one if one in hf.layer_types else hf.layer_types[0])
+                               for one in KINDS)
         else:
-            ropes = [make_rope(hf), None]
+            every, windowed = make_rope(hf), None
     except Exception as error:  # whatever its checks raise; they name the field and the value
         why = " ".join(str(error).split())  # on one line
         raise ValueError(f"config.json: transformers' {made_by.__name__} can't read it: {why:.300};"
                          " correct the entry, or give another with hf_overrides={...}") from error
-    return hf, *ropes
+    return hf, every, windowed
 
 
 def _check_numbers(entries: dict) -> None:
