@@ -274,6 +274,9 @@ class LLM(LLMEngine):
         raise AttributeError(missing_method(name, [*dir(type(self)), *theirs])
                              + ("" if theirs else NO_EXTRAS))
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *getattr(the_extras(), "METHODS", ())]
+
     def __enter__(self) -> "LLM":
         return self
 

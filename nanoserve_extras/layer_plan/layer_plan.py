@@ -65,8 +65,8 @@ class Place(NamedTuple):
 
 def read_plan(asked: dict | list | None, num_stages: int,
               model_config: ModelConfig) -> list[Place]:
-    """Where the layers of each stage are. asked: the option `layer_plan`. Raises `ValueError` for a
-    plan that can't be followed."""
+    """Where the layers of each stage are. asked: the option `layer_plan`; without one, `num_stages`
+    equal parts. Raises `ValueError` for a plan that can't be followed."""
     total = model_config.num_hidden_layers
     if asked is None:
         return places(share_out(model_config, num_stages), [0] * num_stages)
@@ -87,9 +87,6 @@ def read_plan(asked: dict | list | None, num_stages: int,
     if sum(counts) != total or 0 in counts:
         raise ValueError(f"layer_plan={asked!r}: each stage needs a layer, and all "
                          f"together the {total} that {model_config.architecture} has")
-    if num_stages not in (1, len(counts)):
-        raise ValueError(f"layer_plan={asked!r} is for {len(counts)} stages, and "
-                         f"pipeline_parallel_size={num_stages}: leave one out")
     return places(counts, [entry.get("disk", 0) for entry in entries])
 
 
@@ -256,7 +253,11 @@ class LayerPlan(Extra):
 
     def prepare(self, plan: Plan) -> Plan:
         config, asked = plan.config, self.options.layer_plan
-        self.plan = read_plan(asked, config.pipeline_parallel_size, plan.model_config)
+        stages = config.pipeline_parallel_size
+        self.plan = read_plan(asked, stages, plan.model_config)
+        if len(self.plan) != stages:
+            raise ValueError(f"layer_plan={asked!r} is for {len(self.plan)} stages, and "
+                             f"pipeline_parallel_size={stages}: leave one out")
         if len(self.plan) > 1 and config.async_scheduling and config.tensor_parallel_size > 1:
             raise ValueError("async_scheduling=True does not go together with stages of several "
                              "ranks: leave it out, or tensor_parallel_size")
@@ -294,7 +295,8 @@ class LayerPlan(Extra):
         with engine.turns:
             engine.check_ready()
             runner, blocks = engine.runner, engine.scheduler.blocks
-            plan = read_plan(layer_plan, len(self.plan), runner.model_config)
+            asked = LayerPlanOptions(layer_plan=layer_plan).layer_plan  # by its rule
+            plan = read_plan(asked, len(self.plan), runner.model_config)
             if len(plan) != len(self.plan):
                 raise ValueError(f"layer_plan={layer_plan!r} is for {len(plan)} stages, and the "
                                  f"engine has {len(self.plan)}: make a new LLM")

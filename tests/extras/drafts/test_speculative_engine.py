@@ -117,7 +117,7 @@ def test_wrong_settings(qwen3, config, message):
 
 
 def test_engines_and_networks_that_have_no_text(qwen3, checkpoints, tmp_path):
-    with pytest.raises(ValueError, match="speculative_config: it has no effect with runner='pool"):
+    with pytest.raises(ValueError, match="speculative_config=.* runner='pool"):
         start(qwen3, runner="pooling", speculative_config=NGRAM)
     folder = shutil.copytree(checkpoints["qwen3-tied"], tmp_path / "embedder")
     write_json(folder / "config.json", architectures=["Qwen3Model"])
