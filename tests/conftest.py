@@ -14,6 +14,7 @@ import random
 import re
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,11 @@ def remember_trials() -> None:
     trial.remembered = lambda folder: Passed()
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("full") and not find_spec("peft"):
+        pytest.skip("heavy, and another test holds most of it: it runs with the extra 'test-full'")
+
+
 @pytest.fixture(autouse=True)
 def audit_every_step(monkeypatch):
     """Every engine of every test audits its books after every step."""
@@ -78,7 +84,10 @@ def audit_every_step(monkeypatch):
 def same_random_numbers():
     """In every run, whatever other tests ran before in this process."""
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        # Not `torch.manual_seed`: without a GPU it keeps a traceback for each kind of device.
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

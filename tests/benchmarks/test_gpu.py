@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")]
 
 
+@pytest.mark.full
 def test_a_dry_run_measures_every_part_and_its_tables_are_complete(tmp_path, capsys):
     results = gpu.main(["--dry-run", "--out", str(tmp_path), "--workers", "0"])
     assert not gpu_report.troubles(results)

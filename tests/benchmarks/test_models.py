@@ -21,7 +21,8 @@ def test_every_checkpoint_has_a_row_and_no_text_differed():
 
 
 @pytest.mark.parametrize("checkpoint", [
-    "google/gemma-4-E2B-it", "Qwen/Qwen3.5-0.8B", "google/embeddinggemma-300m"])
+    "google/gemma-4-E2B-it", "google/embeddinggemma-300m",
+    pytest.param("Qwen/Qwen3.5-0.8B", marks=pytest.mark.full)])
 def test_a_row_is_what_is_found_again(checkpoint, monkeypatch):
     """Refused, pooled, and compared; in two of the modes."""
     monkeypatch.setattr(models.verify, "MODES", [models.verify.BATCHED, models.verify.PREEMPTED])

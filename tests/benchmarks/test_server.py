@@ -19,6 +19,7 @@ def test_a_streams_text_is_put_together_again():
     assert server.text_of(data) == "a b\u00e9"
 
 
+@pytest.mark.full
 def test_a_round_of_few_short_streams(monkeypatch):
     """It compares the texts itself."""
     monkeypatch.setattr(peers, "PAUSE", 0)

@@ -68,6 +68,7 @@ def test_ctrl_c_prints_what_was_measured(toy, tmp_path, capsys, monkeypatch):
     assert 0 < result["result"]["num_output_tokens"] < result["workload"]["num_output_tokens"]
 
 
+@pytest.mark.full
 def test_against_transformers(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peers, "PAUSE", 0)
     path = tmp_path / "against.json"

@@ -1,8 +1,8 @@
 """The cells that say yes, run: each feature with each kind of model, text against transformers'.
 
-Takes minutes, so it is skipped without an oracle of the extra `test-full`. Last run: see
-docs/combinations.md. Weights that are rounded or quantised are held against transformers with those
-numbers in tests/extras/quantization, heads that draft in tests/extras/drafts.
+Takes a minute, so it runs with the extra `test-full` alone (docs/combinations.md has the last run).
+Weights that are rounded or quantised are held against transformers with those numbers in
+tests/extras/quantization, heads that draft in tests/extras/drafts.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from seeing import make_seeing
 from nanoserve import LLM, SamplingParams
 from nanoserve_extras.combinations import FEATURES, KINDS, missing
 
-pytest.importorskip("peft", reason="the extra 'test-full' has the tests that take minutes")
+pytestmark = pytest.mark.full
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 SHARED = list(range(60, 84))

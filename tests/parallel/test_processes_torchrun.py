@@ -47,6 +47,7 @@ def test_torchrun_on_one_machine(qwen3, tmp_path, expected):
     assert "died" not in script.err and "layers: 0 to 0, 1 to 2" in script.err
 
 
+@pytest.mark.full
 def test_torchrun_on_two_machines(qwen3, tmp_path, expected):
     """Both of them this one. Only the first prints, and holds Python's lock for longer than beats
     may be missed."""
