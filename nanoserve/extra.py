@@ -9,8 +9,9 @@ nothing, and overrides those that it needs:
     between two requests: metrics, reset, close          at any time: committed, evicted
 
 Extras are asked in the order of `engine.extras`: the engine's own metrics first, then those that
-the options ask for, in the order of the table in llm.py, then what was added later. Where several
-cut a chunk, each gets what the one before it left; the first that has drafts for a row gives them.
+the options ask for, in the order of their table, then those of `LLM(extras=[...])`, then what was
+added later. Where several cut a chunk, each gets what the one before it left; the first that has
+drafts for a row gives them.
 
 Invariants: an extra may change *when* a token is computed, never *which* token comes out. It
 changes nothing but what is its own, and drops what it keeps for a sequence when that has ended. A

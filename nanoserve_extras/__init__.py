@@ -65,9 +65,12 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
     called. Raises `ValueError` for a checkpoint that can't be read.
     """
     from nanoserve.config import EngineConfig
+    from nanoserve.frontend.facts import Fact
 
     args, model_config, extras = read_model(args, folder)
-    pools = args.runner == "pooling" or args.runner == "auto" and model_config.pools
+    given = list(given)
+    pools = args.runner == "pooling" or args.runner == "auto" and model_config.pools or any(
+        Fact.GENERATES in one.ends for one in given)
     if not pools:
         args.check_generates()
     if isinstance(args.layer_plan, list) and args.pipeline_parallel_size == 1:
@@ -86,7 +89,6 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
         "new_weights.NewWeights": True,
         "multimodal.multimodal.Multimodal": args.limit_mm_per_prompt is not None,
         "block_store.block_store.BlockStore": bool(args.kv_offload_bytes) or bool(args.kv_store)}
-    given = list(given)
     for kind in [find(path) for path, is_chosen in chosen.items() if is_chosen]:
         if not any(isinstance(one, kind) for one in given):
             extras.append(kind(**vars(args.part(kind.Options))))

@@ -28,6 +28,15 @@ def test_decoders_of_transformers_embed_as_transformers(kind, tmp_path):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_an_engine_pools_that_is_handed_the_extra(qwen3):
+    from nanoserve_extras.pooling.pooling import Pooling
+
+    with LLM(qwen3, dtype="float32", runner="pooling") as asked, LLM(
+            qwen3, dtype="float32", extras=[Pooling()]) as handed:
+        [one], [other] = (llm.embed([[5, 6, 7]], use_tqdm=False) for llm in (asked, handed))
+    assert one.outputs.embedding == other.outputs.embedding
+
+
 def test_classes_are_refused_by_the_name_of_the_option(tmp_path):
     folder = make(HYBRIDS["qwen3.5"](), tmp_path / "model")
     with pytest.raises(ValueError, match="convert='embed'"):
