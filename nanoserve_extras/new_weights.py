@@ -51,7 +51,7 @@ from nanoserve_extras.block_store.block_store import BlockStore
 
 CALL = -3  # in the place of a step's first length: one of the following comes next
 UPDATE, SLEEP, WAKE = range(3)
-GIVEN = Path("update_weights()")  # what messages say in the place of a file
+GIVEN = Path("update_weights()")  # said in the place of a file
 # What two folders of one network may differ in. A text's end is settled when the engine is made.
 FREE = ("architecture", "dtype", "eos_token_ids", "generation_defaults", "quantization")
 PARTS = ("weights", "kv_cache")  # vLLM's tags
@@ -69,9 +69,9 @@ class NewWeights(Extra):
         return replace(plan, parts=replace(plan.parts, calls=calls))
 
     def attach(self, engine: LLMEngine) -> None:
-        self.engine = weakref.proxy(engine)  # which holds this object
-        self.folder: Path | None = engine.runner.folder  # of the weights; None: a trainer's tensors
-        self.gone: set[str] = set()  # of `PARTS`
+        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
+        self.folder: Path | None = engine.runner.folder  # None: the weights are a trainer's tensors
+        self.gone: set[str] = set()  # those of `PARTS` that were given back
         self.are_lost = False  # no weights, and nothing to bring them back from
 
     def update_weights(self, weights: Weights) -> None:

@@ -267,7 +267,7 @@ def read_json(path: Path, required: bool = False) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
     level = [content]
-    for _ in range(MOST_NESTED):  # what is nested deeper ends in a RecursionError somewhere
+    for _ in range(MOST_NESTED):  # deeper nesting ends in a RecursionError somewhere
         level = [one for each in level if isinstance(each, (dict, list))
                  for one in (each.values() if isinstance(each, dict) else each)]
     if level:
@@ -316,7 +316,7 @@ def _read_by_transformers(kind: str, config: dict) -> tuple[Any, Rope, Rope | No
     try:
         hf = made_by(**entries)
         hf.head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        if by_kind:  # what no layer is has no complete recipe, and gets the other's
+        if by_kind:  # a kind without layers has no complete recipe
             every, windowed = (make_rope(hf, one if one in hf.layer_types else hf.layer_types[0])
                                for one in KINDS)
         else:

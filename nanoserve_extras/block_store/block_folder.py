@@ -33,7 +33,7 @@ import xxhash
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.rules import in_words, private
 
-VERSION = 2  # of the files
+VERSION = 2  # the files' format
 CHECKSUM = 16  # bytes that it takes
 OLD_SECONDS = 3600  # a temporary file this old was left by a process that died
 NAME = re.compile(r"[0-9a-f]{64}\.(kv|.+\.tmp)")  # a file of ours: others are left alone
@@ -51,7 +51,7 @@ def fingerprint(config: EngineConfig, about: list[str], folders: list[Path],
         "dtype", "kernels", "block_size", "hf_overrides", "tensor_parallel_size", "load_format",
         "seed")}
     if config.load_format != "dummy":
-        del options["seed"]  # of random weights
+        del options["seed"]  # it only makes random weights
     text = json.dumps([VERSION, sys.byteorder, options, about, shapes], sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode())
     for folder in folders:
@@ -141,7 +141,7 @@ class Folder:
             return
         own = path.with_suffix(f".{os.getpid()}-{id(self)}.tmp")
         try:
-            _delete(own)  # of a process that died; a link that lies in wait
+            _delete(own)  # a dead process's, or a link that lies in wait
             with open(own, "xb", opener=private) as file:
                 file.write(checksum(digest, data))
                 file.write(data)

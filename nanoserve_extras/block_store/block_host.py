@@ -33,7 +33,7 @@ from nanoserve.model import KVCache
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import Ranks
 
-LEAST_BYTES = 2 ** 29  # of host memory that only serves a folder
+LEAST_BYTES = 2 ** 29  # for host memory that only serves a folder
 
 
 class HostMemory:

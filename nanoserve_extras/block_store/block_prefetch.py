@@ -39,12 +39,12 @@ class Reading:
     """Blocks that one sequence waits for. The thread counts them, and says when it has ended."""
 
     found: list[int]  # host blocks that hold the first ones
-    digests: list[bytes]  # of those to read
+    digests: list[bytes]  # the blocks to read
     host_ids: list[int]  # taken for these
     num_read: int = 0
     is_wanted: bool = True
     has_ended: bool = False
-    has_arrived: bool = False  # what was read can be found
+    has_arrived: bool = False  # then its blocks can be found
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Prefetcher:
         self.folder, self.host, self.host_blocks = folder, host, host_blocks
         self.readings: dict[Sequence, Reading] = {}  # by who waits
         self.let_gone: list[Reading] = []  # those that the thread may still be at
-        self.pending: list[Reading] = []  # what the thread has to do, in its order
+        self.pending: list[Reading] = []  # the thread's work, in its order
         self.pulse, self.queue = Pulse(), SimpleQueue()
         # Python's end waits for an executor's threads, also for one whose disk hangs. It does not
         # wait for a daemon. And a store that was forgotten ends it: it must not hold this object.

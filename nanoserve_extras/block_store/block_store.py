@@ -84,11 +84,11 @@ class BlockStore(Extra):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        self.unsaved: dict[bytes, CacheEntry] = {}  # what the next step is to save
+        self.unsaved: dict[bytes, CacheEntry] = {}  # the next step saves these
         self.found: dict[Sequence, list[int]] = {}  # host blocks, by who may be admitted now
         self.in_flight: dict[Step, Moves] = {}
         self.epoch = 0
-        self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
+        self.digests: dict[Sequence, list[bytes]] = {}  # full blocks, while they live
         self.digest_of_entry: WeakKeyDictionary[CacheEntry, bytes] = WeakKeyDictionary()
         self.writing: deque[tuple[int, Future]] = deque()  # in the thread's order
         self.num_queries = self.num_hits = 0  # tokens; see `metrics`

@@ -34,7 +34,7 @@ from nanoserve.sequence import Sequence, Step
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet
 SUFFIXES = (16, 8, 5, 4, 3)  # tokens that method "suffix" compares, the longest match first
-MOST_NGRAMS = 2 ** 18  # of some 50,000 tokens, up to 100 MB; then all are forgotten
+MOST_NGRAMS = 2 ** 18  # some 50,000 tokens' or 100 MB; then all are forgotten
 LONGEST_REST = 32  # tokens that a sequence decodes plainly, at most, after its guesses were wrong
 
 
@@ -42,7 +42,7 @@ class Guesser(Protocol):
     """A method: a class made with `speculative_config` and the engine, and named in `GUESSERS`. A
     function that it inherits does nothing."""
 
-    keys: tuple[str, ...]  # of `speculative_config`, beside `method` and `num_speculative_tokens`
+    keys: tuple[str, ...]  # in `speculative_config`, beside `method` and the number
     needs: frozenset[Fact] = frozenset([Fact.GENERATES])
     ends: frozenset[Fact] = frozenset()
 
@@ -254,7 +254,7 @@ class ModelGuesser(Guesser):
             num_given = 1 if guesses else num_new
             earlier = guesses or (spare > 0 and (
                 seq in known or num_new == 1 and start >= seq.num_prompt_tokens))
-            spare -= earlier and not guesses  # whose place in the budget is that of a draft
+            spare -= earlier and not guesses  # this one takes a draft's place in the budget
             first.num_new_tokens[seq] = num_given + earlier
             first.starts.append(start - earlier)
         write_drafts(self.runner, step, first)

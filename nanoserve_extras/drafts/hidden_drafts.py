@@ -43,12 +43,12 @@ from nanoserve_extras.drafts.guessers import UNKNOWN, Guesser, write_drafts
 from nanoserve_extras.drafts.hidden_taps import Head, LastTap, LayerTaps, States
 
 HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3LLamaForCausalLM")
-VARIANTS = ("fc_norm", "norm_before_fc", "norm_output")  # of heads, which are not known here
+VARIANTS = ("fc_norm", "norm_before_fc", "norm_output")  # heads with these are not known here
 OWN = "model.mtp_layers.0."  # a checkpoint's own head
 OURS = {"MiMoForCausalLM": "num_nextn_predict_layers"}  # and what says how many layers it has
 FOREIGN = {"Qwen3_5ForCausalLM": "mtp_num_hidden_layers",
            "Qwen3_5ForConditionalGeneration": "mtp_num_hidden_layers"}
-BLOCK = r"^(?=self_attn|mlp|input_layernorm|post_attention_layernorm)"  # what a layer has in it
+BLOCK = r"^(?=self_attn|mlp|input_layernorm|post_attention_layernorm)"  # the parts of a layer
 
 
 # -------------------------------------------------------------------- the head

@@ -34,8 +34,8 @@ from nanoserve_extras.foreign.foreign_weights import fill, text_config_of
 from nanoserve_extras.foreign.transformers_model import TransformersModel
 
 OWN = "mtp."  # in front of the head's tensors
-FIRST = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden")  # what is in front of its layer
-VOCAB_SIZE = 4  # of the one-layer network, whose own embedding the trial at load alone reads
+FIRST = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden")  # modules in front of its layer
+VOCAB_SIZE = 4  # the one-layer network's; only the trial at load reads its embedding
 
 
 class ForeignHead(Head):

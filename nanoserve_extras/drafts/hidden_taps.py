@@ -30,7 +30,7 @@ class Taps:
 
     def note(self, model: nn.Module, args: tuple) -> None:
         _, _, _, batch, *_ = args
-        self.slots = batch.slot_mapping.clone()  # whose memory is used again
+        self.slots = batch.slot_mapping.clone()  # a copy: the batch's memory is used again
 
     def at(self, slots: torch.Tensor) -> States:
         """(num_tokens, layers x hidden_size) of the tokens with these slots."""

@@ -79,7 +79,7 @@ class Speculation(Extra):
         self.labels = {"model_name": engine.config.model, "engine": "0"}
         self.num_drafts = self.num_draft_tokens = 0
         self.num_accepted = [0] * asked["num_speculative_tokens"]  # by their place in the draft
-        self.guessed: set[Sequence] = set()  # whose drafts in the current step are the guesser's
+        self.guessed: set[Sequence] = set()  # they have the guesser's drafts in this step
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
         drafts = self.guesser.propose(seq, most)

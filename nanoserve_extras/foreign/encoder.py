@@ -68,7 +68,7 @@ class WholePrompts:
     """One step's prompts, for `attend`: each attends to itself."""
 
     query_lens: list[int]
-    windows: list[int | None]  # of each layer, on either side
+    windows: list[int | None]  # for each layer, on either side
     looks_ahead: bool = True
     num_calls: int = 0
 
@@ -83,7 +83,7 @@ class WholePrompts:
         parts = []
         end = 0
         for length, rows in groupby(filter(None, self.query_lens)):
-            start, end = end, end + length * len(list(rows))  # of 5, 5, 3: 0 to 10, and 10 to 13
+            start, end = end, end + length * len(list(rows))  # with 5, 5, 3: 0 to 10, and 10 to 13
             some = [x[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1)
                     for x in (q, k, v)]  # (rows, heads, length, head_dim)
             out = F.scaled_dot_product_attention(
@@ -138,8 +138,8 @@ class Encoder(TransformersModel):
     def token_types(self, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """0 up to a row's first separator, 1 behind it: CLS q q SEP d d SEP is 0 0 0 0 1 1 1."""
         is_separator = (ids == self.separator).long()
-        before = is_separator.cumsum(0) - is_separator  # of all rows up to here
-        starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # of each token's row
+        before = is_separator.cumsum(0) - is_separator  # counted over all rows up to here
+        starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # by token: the start of its row
         return (before - before[put(starts, torch.int64, device=ids.device)]).clamp(max=1)
 
     @torch.inference_mode()

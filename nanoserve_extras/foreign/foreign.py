@@ -105,7 +105,7 @@ def read_foreign(asked: EngineArgs,
         return args, replace(config, quantization=stored), make
     model_class = find_class(architecture, hf_config)
     if "text_config" in hf_config.sub_configs:
-        text_part(architecture, entries)  # its classes would take their defaults, of 4B and more
+        text_part(architecture, entries)  # classes would take their defaults, for 4B and more
     generation = read_generation(folder, asked.hf_overrides or {})
     eos = read_eos(entries, generation) or read_eos(entries.get("text_config") or {}, {})
     sees = asked.limit_mm_per_prompt is not None

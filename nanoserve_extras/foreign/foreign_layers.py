@@ -32,7 +32,7 @@ from nanoserve.parallel.ranks import Span
 from nanoserve_extras.foreign.foreign_weights import towers_of
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
-SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # of a trial's rows
+SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # the rows of a trial
 
 
 class Shape(torch.Tensor):

@@ -112,9 +112,9 @@ def describe_mask(mask_function: Callable, local_size: int | None = None, **unus
     half = size // 2
     queries = torch.tensor([0, 1, half - 1, half, half + 1, size, 2 * size])[:, None]
     keys = torch.arange(2 * size + 1)[None]
-    zero = torch.tensor(0)  # of the batch, and of the heads
+    zero = torch.tensor(0)  # the index of the batch, and of the head
     seen = mask_function(zero, zero, queries, keys).expand(len(queries), keys.shape[1])
-    ahead = int(seen[5, size + 1:].sum())  # of the query in the middle, at `size`
+    ahead = int(seen[5, size + 1:].sum())  # from the query in the middle, at `size`
     if ahead:
         expected = (keys - queries).abs() <= (2 * size if ahead == size else ahead)
         found = Mask(None if ahead == size else ahead, looks_ahead=True)
@@ -156,7 +156,7 @@ class Probe:
 class Pages:
     """One step's cache and batch, as attention needs them in every layer that attends."""
 
-    layers: dict[int, tuple[Pair, int | None]]  # its part of the KV cache, and its window
+    layers: dict[int, tuple[Pair, int | None]]  # each layer's part of the KV cache, and its window
     batch: Batch
     on: Placement
     looks_ahead: bool = False
@@ -169,7 +169,7 @@ class Pages:
         if mask is not None:
             raise ValueError(f"layer {layer} makes a mask of its own")
         num_tokens, size, v_size = q.shape[2], q.shape[3], v.shape[3]
-        cache, window = self.layers[layer]  # which is the mask's: the call need not name it
+        cache, window = self.layers[layer]  # the mask's window: the call need not name it
         if size not in self.angles:
             angles = q.new_zeros(num_tokens, size, dtype=torch.float32)
             self.angles[size] = angles.cos(), angles  # ones and zeros, which change no bit
@@ -350,7 +350,7 @@ def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> t
                                     f"name that writes text for {hf_config.model_type!r}")
     if reason := strange_layers(text_config_of(hf_config)):
         raise refusal(architecture, reason)
-    recurrent = keeps_states(model_class, text_config_of(hf_config))  # whose classes don't say it
+    recurrent = keeps_states(model_class, text_config_of(hf_config))  # their classes don't say it
     if not recurrent and not model_class.is_backend_compatible():
         raise refusal(architecture, "its class computes attention by itself, and lets nobody take "
                                     "its place")

@@ -81,7 +81,7 @@ def read_plan(asked: dict | list | None, num_stages: int,
                 type(count) is int and count >= 0 for count in entry.values()):
             raise ValueError(f"layer_plan={asked!r}: an entry is a number of layers, "
                              "or says how many are where: {'device': 10, 'disk': 4}")
-    if is_one:  # what is left stands in memory
+    if is_one:  # the rest stands in memory
         entries = [{"device": max(0, total - sum(asked.values()))} | asked]
     counts = [sum(entry.values()) for entry in entries]
     if sum(counts) != total or 0 in counts:
@@ -126,9 +126,9 @@ def share_out(model_config: ModelConfig, stages: int) -> list[int]:
 class Builder:
     """What builds a rank's stage, by the plan as it is now."""
 
-    plan: list[Place]  # of all stages
+    plan: list[Place]  # all stages, first to last
     traced: bool  # whether each stage tells rank 0 when it computed
-    coming: deque["Later"] = field(default_factory=deque)  # what rank 0 has not received yet
+    coming: deque["Later"] = field(default_factory=deque)  # rank 0 has not received these yet
 
     def __call__(self, *args) -> "Stage":
         return Stage(self, *args)
@@ -270,7 +270,7 @@ class LayerPlan(Extra):
             calls=plan.parts.calls | {DEPLOY: rebuild}))
 
     def attach(self, engine: LLMEngine) -> None:
-        self.engine = weakref.proxy(engine)  # which holds this object
+        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
         self.labels = {"model_name": engine.config.model}
         self.follow(self.plan)
 

@@ -56,7 +56,7 @@ from nanoserve_extras.lora.options import LoRAOptions
 ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.PATH.keep)
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
 WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # what PEFT writes in front of the names of the model's modules
+PREFIX = "base_model.model."  # PEFT writes it in front of the modules' names
 # What `adapter_config.json` may ask for beyond this, and the value that asks for nothing.
 REFUSED = {"use_dora": False, "modules_to_save": None, "bias": "none", "lora_bias": False,
            "fan_in_fan_out": False, "alora_invocation_tokens": None, "target_parameters": None,

@@ -72,7 +72,7 @@ class Shown:
     """A request's pictures, and where its prompt has them."""
 
     pictures: list[Picture]
-    places: np.ndarray  # of all placeholders, ascending
+    places: np.ndarray  # all placeholders, ascending
     positions: np.ndarray | None  # (3, num_prompt_tokens), where the decoder has M-RoPE
 
     @cached_property
@@ -105,7 +105,7 @@ class Eyes:
     def join(self, model: TransformersModel) -> None:
         """Perceive by this network: the first one, or the same with other weights."""
         network, self.on, kind = model.layers, model.on, self.kind
-        self.network = weakref.proxy(network)  # which holds this object, by its hook
+        self.network = weakref.proxy(network)  # weak: its hook holds this object
         self.size = network.get_input_embeddings().embedding_dim
         self.index_of = getattr(network.base_model, "get_rope_index", None) and (
             weakref.WeakMethod(network.base_model.get_rope_index))

@@ -27,14 +27,14 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from nanoserve.frontend.messages import Taken
 from nanoserve.frontend.rules import in_words
 
-MAX_BYTES, MAX_PIXELS = 20 * 2 ** 20, 50 * 10 ** 6  # of an image that is decoded here
-MAX_SECONDS = 600  # of a sound
+MAX_BYTES, MAX_PIXELS = 20 * 2 ** 20, 50 * 10 ** 6  # the most for an image that is decoded here
+MAX_SECONDS = 600  # the longest sound
 HEAD = 44  # bytes of a WAV file's head, which some writers count in
 # Of a WAV file: (1, whole numbers; or 3, floats; how many bytes).
 SAMPLES = {(1, 1): "u1", (1, 2): "<i2", (1, 3): "<i4", (1, 4): "<i4", (3, 4): "<f4", (3, 8): "<f8"}
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others have decoders that few people watch
 TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF's, to PIL's numbers of what undoes them
-PARTS = {"image": ("image_url", "image", "image_pil", "input_image"),  # of a message
+PARTS = {"image": ("image_url", "image", "image_pil", "input_image"),  # a message's parts
          "audio": ("audio_url", "audio", "input_audio")}
 
 
@@ -43,8 +43,8 @@ class Picture:
     """What a processor has made of an image. tensors: the arguments of `get_image_features`."""
 
     tensors: dict[str, torch.Tensor]
-    num_tokens: int | None = None  # of the prompt, that its features stand for, once it is known
-    written: list[int] = field(default_factory=list)  # what its one placeholder becomes, if known
+    num_tokens: int | None = None  # in the prompt, once it is known
+    written: list[int] = field(default_factory=list)  # replaces the one placeholder, if known
     content: bytes = field(init=False)  # a hash of all that the tower gets
 
     def __post_init__(self):

@@ -52,8 +52,8 @@ class PoolerConfig:
 
     pooling_type: str | None = option(None, POOLING_TYPE)  # None: what the files say, else LAST
     use_activation: bool | None = option(None, rules.FLAG)  # None: as the model is meant
-    dimensions: int | None = option(None, rules.COUNT)  # of embeddings; of requests that name none
-    task: str | None = option(None, rules.TEXT)  # of requests that name none
+    dimensions: int | None = option(None, rules.COUNT)  # an embedding's, if a request names none
+    task: str | None = option(None, rules.TEXT)  # a request's, if it names none
 
     def __post_init__(self):
         rules.check_fields(self)
@@ -65,10 +65,10 @@ class Pooler:
     and in each step `pool` replaces the sampler."""
 
     kind: str  # "embed", "classify" or "reward"
-    task: str = field(init=False)  # of requests that name none
+    task: str = field(init=False)  # a request's, if it names none
     pooling_type: str
     use_activation: bool
-    activation: str = "identity"  # of a head's numbers; embeddings are normalised
+    activation: str = "identity"  # for a head's numbers; embeddings are normalised
     num_labels: int = 0
     labels: dict[str, str] = field(default_factory=dict)  # names of classes, by index
     dimensions: int | None = None
@@ -80,7 +80,7 @@ class Pooler:
     head: nn.Module | None = None  # this rank's, in float32; of an encoder, its Dense layers
     prompts: dict[str, str] = field(default_factory=dict)  # beginnings of texts, by name
     default_prompt: str | None = None  # the name that is used where none is given
-    more_modules: ClassVar[tuple[str, ...]] = ()  # of sentence-transformers, read elsewhere
+    more_modules: ClassVar[tuple[str, ...]] = ()  # sentence-transformers' kinds, read elsewhere
     side: ClassVar[str] = "left"  # at which a prompt that is too long is cut, as in vLLM
 
     @classmethod
@@ -314,7 +314,7 @@ def _find_kind(convert: str, architecture: str, entries: dict) -> str:
 
 
 def _token_ids(words: list[str], tokenizer) -> list[int]:
-    if not isinstance(words, (list, tuple)):  # of "yes" every letter would be a class
+    if not isinstance(words, (list, tuple)):  # from "yes" every letter would be a class
         raise ValueError(f"classifier_from_token={words!r} must be a list of tokens")
     if tokenizer is None:
         raise ValueError(f"classifier_from_token={words!r} needs a tokenizer")

@@ -63,7 +63,7 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = option(None, LENGTH)  # keep at most so many
     truncation_side: str | None = option(None, SIDE)  # at which the others go; None: the pooler's
     task: str | None = option(None, rules.TEXT)  # set by `embed`, `classify`, `score`, `encode`
-    prompt_name: str | None = option(None, rules.TEXT)  # what a text begins with
+    prompt_name: str | None = option(None, rules.TEXT)  # the beginning of a text
 
     def __post_init__(self):
         rules.check_fields(self)
@@ -216,7 +216,7 @@ class Pooling(Extra):
                        make_inputs=partial(PoolingInputs, self.pooler))
 
     def attach(self, engine: LLMEngine) -> None:
-        self.engine = weakref.proxy(engine)  # which holds this object
+        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
 
     # ------------------------------------------------------ offline batches
 

@@ -50,7 +50,7 @@ Tensors = Iterator[tuple[Path, str, torch.Tensor]]
 WORD = 32  # bits of the integers into which small numbers are packed
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column AWQ_ORDER[i]
 STORED = (torch.float8_e4m3fn, torch.int8)  # a `weight` of another dtype is plain
-BY_MODULE = ("bits", "group_size", "sym")  # what some formats let differ from matrix to matrix
+BY_MODULE = ("bits", "group_size", "sym")  # some formats let these differ by matrix
 # Scales of activations, passed over where they are those of 8-bit floats (`Format.fixed`).
 ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale")
 OTHER_SCALES = (*ACTIVATIONS, "output_scale", "k_scale", "v_scale")
@@ -208,7 +208,7 @@ def read_format(entry: dict) -> Format:
     if method == "mxfp4":
         refuse("quant_method", method, "have transformers write it in bfloat16 "
                "(from_pretrained with Mxfp4Config(dequantize=True), then save_pretrained)")
-    if method == "auto-round":  # which writes GPTQ's tensors, or AWQ's
+    if method == "auto-round":  # it writes GPTQ's tensors, or AWQ's
         allow(entry, "data_type", ("int",), "int")
         allow(entry, "act_bits", (16, None))
         method = allow(entry, "packing_format", (

@@ -58,7 +58,7 @@ class Quantised:
     scales: torch.Tensor  # (outputs, groups) float32
     size: int  # inputs of a group; the last one may be cut off
 
-    dtype = torch.float32  # of rows
+    dtype = torch.float32  # the rows' type
 
     @property
     def shape(self) -> tuple[int, int]:

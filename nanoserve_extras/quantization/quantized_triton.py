@@ -77,7 +77,7 @@ def _linear_kernel(x, memory, heads, bias, out, rows, outputs, inputs, stride, h
     x += m[:, None] * inputs + k[None, :]
     memory += n[:, None] * stride
     total = tl.zeros((M, N), tl.float32)
-    for start in range(0, inputs, K):  # what is masked counts 0, on both sides
+    for start in range(0, inputs, K):  # masked numbers count 0, on both sides
         inside = (start + k < inputs)[None, :]
         a = tl.load(x + start, is_row & inside, 0)  # (M, K)
         if SIZE == 0:

@@ -50,10 +50,10 @@ from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
 from nanoserve_extras.recurrent.recurrent_snapshots import Copies, Snapshots
 
 Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
-CHUNKS = (4, 3, 1, 1)  # of the trial at load
-STATES_SHARE = 0.5  # of the memory that is left, for rows at most
-SNAPSHOTS_SHARE = 0.1  # of what the KV cache takes, unless `snapshot_bytes` says how much
-LEAST_SNAPSHOTS = 4  # of a small cache
+CHUNKS = (4, 3, 1, 1)  # in the trial at load
+STATES_SHARE = 0.5  # the most for rows, as a share of the memory that is left
+SNAPSHOTS_SHARE = 0.1  # a share of the KV cache's size, unless `snapshot_bytes` is given
+LEAST_SNAPSHOTS = 4  # also with a small cache
 
 
 # ------------------------------------------------------------------ the mixers
@@ -219,7 +219,7 @@ class RecurrentModel(TransformersModel):
                  counts: tuple[int, int] | None, *args, **options):
         self.shapes: dict[Key, torch.Tensor] = {}  # (1, ...), without memory
         self.states: dict[Key, torch.Tensor] = {}
-        self.copies: Copies | None = None  # of the step to come
+        self.copies: Copies | None = None  # for the step to come
         super().__init__(*args, **options)
         self.state_bytes = sum(state.nbytes for state in self.shapes.values())
         kv_bytes = sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
@@ -358,7 +358,7 @@ class Recurrent(Extra):
     """What `LLM` adds for a network that keeps states."""
 
     snapshots: Snapshots
-    counts: tuple[int, int] | None = None  # which other weights don't change
+    counts: tuple[int, int] | None = None  # other weights don't change them
 
     Options = RecurrentOptions
     name = "a model with recurrent states"
@@ -376,7 +376,7 @@ class Recurrent(Extra):
         return model
 
     def attach(self, engine: LLMEngine) -> None:
-        self.runner = weakref.proxy(engine.runner)  # whose parts hold this object
+        self.runner = weakref.proxy(engine.runner)  # weak: the runner's parts hold this object
         model = engine.runner.model
         self.labels = {"model_name": str(engine.config.model)}
         self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots,

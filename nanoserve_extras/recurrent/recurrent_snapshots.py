@@ -62,7 +62,7 @@ class Snapshots(Extra):
         self.named: OrderedDict[CacheEntry, Snapshot] = OrderedDict()  # least recently used first
         self.moving: dict[Sequence, CacheEntry] = {}  # the name of the one that moves on with it
         self.branch: dict[Sequence, int] = {}  # up to where it found blocks, but no state
-        self.in_flight: dict[Step, dict[Sequence, Snapshot]] = {}  # what each writes
+        self.in_flight: dict[Step, dict[Sequence, Snapshot]] = {}  # the snapshots to be written
         # Whose last tokens were drafted: the first one's position, where each has left its state.
         self.drafted: dict[Sequence, tuple[int, list[int]]] = {}
         self.num_tokens = self.num_saved = self.num_evicted = 0  # see `read_metrics`
@@ -113,7 +113,7 @@ class Snapshots(Extra):
             first, left = self.drafted.pop(seq, (start - 1, [seq.row]))
             if seq in step.admitted:
                 source = self.find_snapshot(seq) if start else self.zeros
-            else:  # of 3 tokens from 17 on, 2 count: it goes on at 19
+            else:  # if 2 of 3 tokens from 17 on count, it goes on at 19
                 source = left[start - 1 - first]
             copies.places.append([source, seq.row])
         for ((seq, num_new), start), places in zip(rows, copies.places, strict=True):

@@ -74,7 +74,7 @@ def add_errors(app: FastAPI) -> None:
         for one in errors:  # one of our own, out of a validator, says more than pydantic's
             if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
                 return await bad_request(http, told)
-        if first["type"] == "json_invalid":  # its `loc` ends with a number, not a field
+        if first["type"] == "json_invalid":  # `loc` ends with a number then, not a field
             return error_response(f"the body is no JSON from character {first['loc'][-1]} on: "
                                   f"{first['ctx']['error']}")
         kind = http.headers.get("content-type", "none at all")
@@ -135,7 +135,7 @@ def bad_requests(body: BaseModel):
         raise
     except ValueError as error:
         said = str(error)
-        if hasattr(body, "as_chat"):  # its items are counted otherwise than a chat's messages
+        if hasattr(body, "as_chat"):  # items are counted otherwise than a chat's messages
             said = re.sub(r"^messages\.[\w.]+: ", "", said)
         field, code = blamed_field(said, body), None
         if "maximum context length is" in said:

@@ -45,7 +45,7 @@ from nanoserve_extras.structured.structured_schema import tidy
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
-MAX_MULTIPLE = 10_000  # of JSON's multipleOf: compiling takes the square of it
+MAX_MULTIPLE = 10_000  # for JSON's multipleOf: compiling takes the square of it
 NUM_PROBED = 64  # forced tokens that are read when a grammar is compiled, to see whether it works
 SCHEMA = rules.instance((str, dict), "a JSON schema, as a dict or as text")
 REGEX = rules.instance(str, "a regular expression")
@@ -67,7 +67,7 @@ class StructuredOutputsParams:
     are vLLM's. Raises `ValueError`."""
 
     json: str | dict | None = option(None, SCHEMA)
-    regex: str | None = option(None, REGEX)  # which the whole output matches
+    regex: str | None = option(None, REGEX)  # the whole output matches it
     choice: list[str] | None = option(None, CHOICE)  # one of these texts
     grammar: str | None = option(None, GRAMMAR)  # Lark's, with llguidance's extensions; or EBNF
     json_object: bool | None = option(None, FLAG)  # any JSON object
@@ -105,7 +105,7 @@ def from_response_format(response_format: dict | None) -> StructuredOutputsParam
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = response_format.get("schema")  # of llama.cpp's clients
+        schema = response_format.get("schema")  # llama.cpp's clients write it so
         return StructuredOutputsParams(json=schema or None, json_object=not schema or None)
     if kind == "json_schema":
         named = response_format.get("json_schema")
@@ -183,7 +183,7 @@ class Grammars:
             probe.compute_bitmask()
             probe.try_consume_tokens(probe.compute_ff_tokens()[:NUM_PROBED])
             probe.compute_bitmask()
-        if probe.is_error():  # whose words may repeat the whole grammar
+        if probe.is_error():  # the words may repeat the whole grammar
             words = probe.get_error()
             words = "no text at all matches it" if words.startswith("NoExtension") else words
             raise ValueError(f"structured_outputs: llguidance refuses this: {words:.500}")
@@ -353,8 +353,8 @@ class StructuredOutput(Extra):
 
     def __init__(self):
         super().__init__()
-        self.constraints: dict[Sequence, Grammar] = {}  # which rank 0's sampler reads, too
-        self.compiled: WeakKeyDictionary[Request, Grammar] = WeakKeyDictionary()  # of new requests
+        self.constraints: dict[Sequence, Grammar] = {}  # rank 0's sampler reads them, too
+        self.compiled: WeakKeyDictionary[Request, Grammar] = WeakKeyDictionary()  # for new requests
         self.grammars: Grammars | None = None  # made for the first request of this kind
         self.step = self.num_free = -1
 
@@ -364,7 +364,7 @@ class StructuredOutput(Extra):
 
     def attach(self, engine: LLMEngine) -> None:
         self.num_drafts = engine.runner.parts.num_drafts
-        self.engine = weakref.proxy(engine)  # which holds this object
+        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
         self.forced = Forced(self)
 
     def check(self, request: Request) -> None:
