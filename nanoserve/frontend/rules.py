@@ -21,7 +21,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-Part = TypeVar("Part", bound="Options")
+Record = TypeVar("Record", bound="Options")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -48,7 +48,7 @@ class Options:
     def __post_init__(self):
         check_fields(self)
 
-    def part(self, record: type[Part]) -> Part:
+    def part(self, record: type[Record]) -> Record:
         """The fields that another record has, too: `args.part(EngineConfig)`."""
         return record(**{one.name: getattr(self, one.name) for one in fields(record)})
 

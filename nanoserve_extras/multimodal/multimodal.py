@@ -49,7 +49,7 @@ from nanoserve.sampler import put
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.foreign.transformers_model import TransformersModel, refusal
 from nanoserve_extras.multimodal.multimodal_inputs import (
-    Picture,
+    MediaItem,
     from_tensors,
     load_processor,
     read_image,
@@ -71,7 +71,7 @@ NO_TENSORS = ("vision_feature_layer", "vision_feature_select_strategy", "kwargs"
 class Shown:
     """A request's pictures, and where its prompt has them."""
 
-    pictures: list[Picture]
+    pictures: list[MediaItem]
     places: np.ndarray  # all placeholders, ascending
     positions: np.ndarray | None  # (3, num_prompt_tokens), where the decoder has M-RoPE
 
@@ -90,7 +90,7 @@ class Shown:
         return np.concatenate((self.positions[:, start:start + count], behind), 1)
 
 
-class Eyes:
+class EncoderCache:
     """A network's tower, its encoder cache, and the hook in front of its decoder."""
 
     def __init__(self, kind: str, budget: int):
@@ -124,7 +124,7 @@ class Eyes:
 
     # ------------------------------------------------------------ the tower
 
-    def features_of(self, picture: Picture) -> torch.Tensor:
+    def features_of(self, picture: MediaItem) -> torch.Tensor:
         """(picture.num_tokens, width), from the cache or by the tower. Raises `ValueError`."""
         with self.lock:
             self.num_asked += 1
@@ -142,7 +142,7 @@ class Eyes:
         return found
 
     @torch.inference_mode()
-    def encode(self, picture: Picture) -> torch.Tensor:
+    def encode(self, picture: MediaItem) -> torch.Tensor:
         """Run the tower. Qwen3-VL's gives features for several layers: they lie side by side."""
         given = {name: put(tensor, self.on.dtype if tensor.is_floating_point() else tensor.dtype,
                            device=self.on.device) for name, tensor in picture.tensors.items()}
@@ -152,7 +152,7 @@ class Eyes:
         return torch.cat([torch.cat([part.reshape(-1, self.size) for part in layer])
                           for layer in layers], 1).to(self.on.dtype)
 
-    def show(self, ids: list[int], pictures: list[Picture]) -> Shown:
+    def show(self, ids: list[int], pictures: list[MediaItem]) -> Shown:
         """Find the pictures in a checked prompt. M-RoPE's positions are the class's own."""
         tokens = torch.tensor([ids])
         marks = (tokens == self.token_id).int()
@@ -221,21 +221,22 @@ class MultimodalInputs(InputProcessor):
 
     def __init__(self, extra: "Multimodal", folder: Path, *args):
         super().__init__(*args)
-        self.extra, self.eyes, self.folder = extra, extra.eyes, folder
+        self.extra, self.encoder, self.folder = extra, extra.encoder, folder
         self.tried: set[tuple] = set()  # shapes of tensors for which processor and tower agree
 
     @cached_property
     def processor(self) -> ProcessorMixin:
-        return load_processor(self.folder, self.eyes.config)
+        return load_processor(self.folder, self.encoder.config)
 
     def process(self, request_id: str, prompt: Prompt, *args) -> Request:
         """As for texts; raises `ValueError` for what is no image, too large, or one too many."""
         text, ids, pictures = self.see(prompt)
         request = super().process(request_id, {
             "prompt": text, "prompt_token_ids": ids, "cache_salt": salt_of(prompt)}, *args)
-        found = request.prompt_token_ids.count(self.eyes.token_id)
+        found = request.prompt_token_ids.count(self.encoder.token_id)
         if found != (needed := sum(picture.num_tokens for picture in pictures)):
-            raise ValueError(f"the prompt has {found} placeholders (token {self.eyes.token_id}), "
+            raise ValueError(f"the prompt has {found} placeholders (token "
+                             f"{self.encoder.token_id}), "
                              f"and its {len(pictures)} images stand for {needed}: write as many, "
                              "or one for each image")
         if pictures:
@@ -245,7 +246,7 @@ class MultimodalInputs(InputProcessor):
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         return self.see(prompt)[:2]
 
-    def see(self, prompt: Prompt) -> tuple[str | None, list[int], list[Picture]]:
+    def see(self, prompt: Prompt) -> tuple[str | None, list[int], list[MediaItem]]:
         """A prompt's text and ids, with as many placeholders as its pictures need."""
         if not isinstance(prompt, Mapping) or not prompt.get("multi_modal_data"):
             return *super().read_prompt(prompt), []
@@ -254,8 +255,8 @@ class MultimodalInputs(InputProcessor):
         text, ids = super().read_prompt(rest)
         return text, self.expand(ids, pictures), pictures
 
-    def read_pictures(self, data: object) -> list[Picture]:
-        kind, budget = self.eyes.kind, self.eyes.budget
+    def read_pictures(self, data: object) -> list[MediaItem]:
+        kind, budget = self.encoder.kind, self.encoder.budget
         if not isinstance(data, Mapping) or set(data) != {kind}:
             raise ValueError(f"multi_modal_data={str(data)[:80]} must be {{{kind!r}: ...}}, which "
                              "is all that this model takes beside text")
@@ -271,16 +272,16 @@ class MultimodalInputs(InputProcessor):
                                  f"of {budget}: make it {change}")
             shapes = tuple(tensor.shape[1:] for tensor in one.tensors.values())  # [0]: tiles, say
             if shapes not in self.tried:
-                self.eyes.features_of(one)
+                self.encoder.features_of(one)
                 self.tried.add(shapes)
         return pictures
 
-    def read_picture(self, image: object) -> Picture:
+    def read_picture(self, image: object) -> MediaItem:
         """How many tokens it stands for says its processor; where that was another's, the tower."""
-        kind = self.eyes.kind
+        kind = self.encoder.kind
         if isinstance(image, Mapping):
-            picture = from_tensors(image, self.eyes.takes)
-            picture.num_tokens = len(self.eyes.features_of(picture))
+            picture = from_tensors(image, self.encoder.takes)
+            picture.num_tokens = len(self.encoder.features_of(picture))
             return picture
         given = dict(images=[read_image(image)]) if kind == "image" else dict(
             audio=[read_sound(image, self.processor.feature_extractor.sampling_rate)])
@@ -289,13 +290,13 @@ class MultimodalInputs(InputProcessor):
                                   return_tensors="pt", return_text_replacement_offsets=True)
         written = self.processor.tokenizer.encode(
             made["text_replacement_offsets"][0][0]["replacement"], add_special_tokens=False)
-        return Picture({name: made[name] for name in self.eyes.takes if name in made},
-                       written.count(self.eyes.token_id), written)
+        return MediaItem({name: made[name] for name in self.encoder.takes if name in made},
+                       written.count(self.encoder.token_id), written)
 
     def transcription(self, sound: object, language: str | None, hint: str | None) -> dict:
         """A prompt that asks for what is said, as the processor writes it. Raises `ValueError`."""
         write = getattr(self.processor, "apply_transcription_request", None)
-        if self.eyes.kind != "audio" or write is None:
+        if self.encoder.kind != "audio" or write is None:
             raise ValueError("this model's processor writes no prompts for transcriptions")
         options = dict(language=language) if language else {}
         if language and "language" not in signature(write).parameters:
@@ -304,9 +305,9 @@ class MultimodalInputs(InputProcessor):
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
                 "multi_modal_data": {"audio": sound}}
 
-    def expand(self, ids: list[int], pictures: list[Picture]) -> list[int]:
+    def expand(self, ids: list[int], pictures: list[MediaItem]) -> list[int]:
         """One placeholder for each image becomes what the processor writes in its place."""
-        token_id, written = self.eyes.token_id, [picture.written for picture in pictures]
+        token_id, written = self.encoder.token_id, [picture.written for picture in pictures]
         if ids.count(token_id) != len(pictures) or not all(written):
             return ids
         turn = iter(written)
@@ -314,7 +315,7 @@ class MultimodalInputs(InputProcessor):
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
         """As for texts, with images or sounds beside them. Older processors have a template."""
-        found, kind = [], self.eyes.kind
+        found, kind = [], self.encoder.kind
         if isinstance(conversation, (list, tuple)):
             conversation = [take_out(message, kind, found) for message in conversation]
         if found and not self.tokenizer_for("chat()").chat_template:
@@ -322,7 +323,7 @@ class MultimodalInputs(InputProcessor):
         prompt = super().render_chat(conversation, **template_options)
         if not found:
             return prompt
-        if (shown := prompt["prompt_token_ids"].count(self.eyes.token_id)) != len(found):
+        if (shown := prompt["prompt_token_ids"].count(self.encoder.token_id)) != len(found):
             raise ValueError(
                 f"the messages have {len(found)} {kind}s, and the chat template writes {shown} "
                 f"placeholders: put {kind}s into the user's turns, and no placeholders into texts")
@@ -347,7 +348,7 @@ class Multimodal(Extra):
                 why = "its image tokens see each other, and attention here looks back alone"
             raise refusal(f"{architecture} with {'s and '.join(limits)}s",
                           f"{why}. Without limit_mm_per_prompt it writes text")
-        self.eyes = Eyes(KINDS[architecture], self.options.encoder_cache_tokens)
+        self.encoder = EncoderCache(KINDS[architecture], self.options.encoder_cache_tokens)
         parts = replace(plan.parts, make_network=partial(self.make, plan.parts.make_network))
         return replace(plan, parts=parts, make_inputs=partial(
             MultimodalInputs, self, plan.folder))
@@ -355,7 +356,7 @@ class Multimodal(Extra):
     def make(self, make_network: Callable, *args, **options) -> TransformersModel | None:
         model = make_network(*args, **options)
         if model is not None:  # it was more than a trial
-            self.eyes.join(model)
+            self.encoder.join(model)
         return model
 
     def attach(self, engine: LLMEngine) -> None:
@@ -365,13 +366,14 @@ class Multimodal(Extra):
         self.labels = {"model_name": str(engine.config.model)}
         self.most_tokens = engine.config.max_num_batched_tokens
         self.cuts = engine.config.enable_chunked_prefill
-        size = self.eyes.budget * self.eyes.width * self.eyes.on.dtype.itemsize / 2 ** 20
-        say(f"{self.eyes.kind}s: by transformers' tower, encoder cache of {self.eyes.budget:,} "
-            f"tokens, up to {size:,.0f} MB")
+        encoder = self.encoder
+        size = encoder.budget * encoder.width * encoder.on.dtype.itemsize / 2 ** 20
+        say(f"{encoder.kind}s: by transformers' tower, encoder cache of {encoder.budget:,} tokens, "
+            f"up to {size:,.0f} MB")
 
-    def take(self, request: Request, pictures: list[Picture]) -> None:
+    def take(self, request: Request, pictures: list[MediaItem]) -> None:
         """A checked request has these pictures: from here on its blocks are theirs, too."""
-        shown = self.eyes.show(request.prompt_token_ids, pictures)
+        shown = self.encoder.show(request.prompt_token_ids, pictures)
         for picture, first in zip(pictures, shown.firsts, strict=True):
             block = int(shown.places[first]) // self.block_size
             request.contents[block] = request.contents.get(block, b"") + picture.content
@@ -399,14 +401,14 @@ class Multimodal(Extra):
         return count
 
     def launching(self, step: Step) -> None:
-        self.eyes.expect(step, self.shown)
+        self.encoder.expect(step, self.shown)
 
-    def missing(self, seq: Sequence, start: int, count: int) -> Iterator[tuple[Picture, int]]:
+    def missing(self, seq: Sequence, start: int, count: int) -> Iterator[tuple[MediaItem, int]]:
         """The images of these tokens that must be encoded, and where each begins."""
         shown = self.shown.get(seq, NOTHING)
         for picture, first in zip(shown.pictures, shown.firsts, strict=True):
             begin, last = shown.places[first], shown.places[first + picture.num_tokens - 1]
-            if begin < start + count and last >= start and picture.content not in self.eyes.held:
+            if begin < start + count and last >= start and picture.content not in self.encoder.held:
                 yield picture, int(begin)
 
     def ended(self, sequences: list[Sequence]) -> None:
@@ -415,13 +417,13 @@ class Multimodal(Extra):
 
     def metrics(self) -> list[Metric]:
         """Of the encoder cache, in images: asked for, and found."""
-        eyes = self.eyes
-        return [Counter("vllm:mm_cache_queries", self.labels, eyes.num_asked),
-                Counter("vllm:mm_cache_hits", self.labels, eyes.num_asked - eyes.num_runs),
-                Gauge("vllm:mm_cache_usage_perc", self.labels, eyes.num_tokens / eyes.budget)]
+        encoder = self.encoder
+        return [Counter("vllm:mm_cache_queries", self.labels, encoder.num_asked),
+                Counter("vllm:mm_cache_hits", self.labels, encoder.num_asked - encoder.num_runs),
+                Gauge("vllm:mm_cache_usage_perc", self.labels, encoder.num_tokens / encoder.budget)]
 
     def reset(self) -> None:
-        self.eyes.forget()
+        self.encoder.forget()
 
     def close(self) -> None:
-        self.eyes.forget()
+        self.encoder.forget()

@@ -3,7 +3,7 @@
     PIL image, file, data: URL             ──read_image──► RGB, as a viewer shows it
     (samples, rate), WAV file, data: URL   ──read_sound──► one channel, from -1 to 1
                                                                      │ transformers' processor
-    {"pixel_values": ...}, what somebody's processor made ──────► Picture
+    {"pixel_values": ...}, what somebody's processor made ──────► MediaItem
 
 Invariants: nothing is fetched, and no str names a file, because clients of the server send strings.
 The bytes, pixels and seconds of what is decoded are bounded before. What becomes of an image is the
@@ -39,7 +39,7 @@ PARTS = {"image": ("image_url", "image", "image_pil", "input_image"),  # a messa
 
 
 @dataclass(eq=False)
-class Picture:
+class MediaItem:
     """What a processor has made of an image. tensors: the arguments of `get_image_features`."""
 
     tensors: dict[str, torch.Tensor]
@@ -55,7 +55,7 @@ class Picture:
         self.content = whole.digest()
 
 
-def from_tensors(given: Mapping, names: list[str]) -> Picture:
+def from_tensors(given: Mapping, names: list[str]) -> MediaItem:
     """Of what a processor made. names: what the tower takes. Raises `ValueError`."""
     if names[0] not in given or not set(given) <= set(names):
         raise ValueError(f"an image or a sound that is a dict must hold {', '.join(names)}, got "
@@ -64,7 +64,7 @@ def from_tensors(given: Mapping, names: list[str]) -> Picture:
         tensors = {name: torch.as_tensor(value).cpu() for name, value in given.items()}
     if not tensors[names[0]].float().isfinite().all():
         raise ValueError(f"{names[0]} must be finite numbers")
-    return Picture(tensors)
+    return MediaItem(tensors)
 
 
 def load_processor(folder: Path, hf_config: PreTrainedConfig) -> ProcessorMixin:

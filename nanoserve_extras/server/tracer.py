@@ -19,7 +19,7 @@ from pathlib import Path
 from nanoserve.engine import LLMEngine
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.sequence import Sequence
-from nanoserve_extras.trace.recorder import Trace, eyes_of
+from nanoserve_extras.trace.recorder import Trace, encoder_of
 
 
 class Tracer(Trace):
@@ -32,7 +32,7 @@ class Tracer(Trace):
 
     def _begin(self) -> None:
         super().__init__("trace.html", self.engine.scheduler, Path(self.engine.config.model).name,
-                         lambda line: None, eyes=eyes_of(self.engine))
+                         lambda line: None, encoder=encoder_of(self.engine))
 
     def close(self) -> None:
         """The engine ends: nothing is written."""

@@ -38,8 +38,8 @@ MODULES = {"vllm", *(f"vllm.{name}" for name in """
     utils.network_utils distributed.weight_transfer distributed.weight_transfer.nccl_common
     distributed.weight_transfer.packed_tensor""".split())}
 # Names that are not in `nanoserve` itself: where they are, and what they are called there.
-HOMES = {"EngineArgs": ("nanoserve_extras.tools.as_vllm", "EngineArgs"),
-         "AsyncEngineArgs": ("nanoserve_extras.tools.as_vllm", "EngineArgs"),
+HOMES = {"EngineArgs": ("nanoserve_extras.tools.as_vllm", "CliEngineArgs"),
+         "AsyncEngineArgs": ("nanoserve_extras.tools.as_vllm", "CliEngineArgs"),
          "FlexibleArgumentParser": ("nanoserve.frontend.command", "DashedParser"),
          "AsyncLLM": ("nanoserve_extras.server.async_llm", "AsyncLLM"),
          "AsyncLLMEngine": ("nanoserve_extras.server.async_llm", "AsyncLLM"),
@@ -96,7 +96,7 @@ class StandInFinder:
 # ------------------------------------------ what only scripts for vLLM use
 
 
-class EngineArgs(EveryOption):
+class CliEngineArgs(EveryOption):
     """`nanoserve.EngineArgs` with the two methods that read a command line."""
 
     @staticmethod
@@ -107,7 +107,7 @@ class EngineArgs(EveryOption):
         return parser
 
     @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+    def from_cli_args(cls, args: argparse.Namespace) -> "CliEngineArgs":
         from nanoserve_extras.server.cli import engine_options
         return cls(model=args.model, **engine_options(args))
 

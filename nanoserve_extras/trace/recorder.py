@@ -72,7 +72,7 @@ class Recorder(Extra):
     def attach(self, engine: Any) -> None:
         config = engine.config
         self.trace = Trace(self.options.trace, engine.scheduler, Path(config.model).name, say,
-                           eyes=eyes_of(engine))
+                           encoder=encoder_of(engine))
         engine.add(self.trace)
         weakref.finalize(engine, self.trace.close)
 
@@ -83,9 +83,9 @@ class Recorder(Extra):
         self.trace.close()
 
 
-def eyes_of(engine):
+def encoder_of(engine):
     """The encoder cache of an engine that sees."""
-    return next((extra.eyes for extra in engine.extras if hasattr(extra, "eyes")), None)
+    return next((extra.encoder for extra in engine.extras if hasattr(extra, "encoder")), None)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,13 +100,13 @@ class Lane:
 
 class Trace(Extra):
     """Records one scheduler. path: ends in .html or .json. say: gets a line for each file
-    written. clock: seconds; note: what a reader should know about that clock. eyes: an encoder
+    written. clock: seconds; note: what a reader should know about that clock. encoder: an encoder
     cache, which tells its `budget`, `num_tokens` and `num_runs`."""
 
     def __init__(self, path: str, scheduler: Scheduler, title: str, say: Callable[[str], None],
-                 clock: Callable[[], float] = time.perf_counter, note: str = "", eyes=None):
-        self.path, self.say, self.clock, self.eyes = Path(path).absolute(), say, clock, eyes
-        self.seen = (0, 0) if eyes is None else (0, eyes.num_runs)  # tokens, runs of the tower
+                 clock: Callable[[], float] = time.perf_counter, note: str = "", encoder=None):
+        self.path, self.say, self.clock, self.encoder = Path(path).absolute(), say, clock, encoder
+        self.seen = (0, 0) if encoder is None else (0, encoder.num_runs)  # tokens, the tower's runs
         self.scheduler, self.blocks = scheduler, scheduler.blocks
         blocks = self.blocks
         self.start, self.first = clock(), scheduler.num_steps  # earlier steps have no frame
@@ -122,7 +122,7 @@ class Trace(Extra):
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
             budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs,
-            states=bool(blocks.hooks.usable), images=0 if eyes is None else eyes.budget)
+            states=bool(blocks.hooks.usable), images=0 if encoder is None else encoder.budget)
 
     # ------------------------------------------------------ what it is told
 
@@ -224,8 +224,8 @@ class Trace(Extra):
     def _look_at_images(self) -> None:
         """Tell the last frame what was encoded for its step: that is done once it is launched, and
         now the next one is scheduled."""
-        if self.eyes is not None and self.frames:
-            tokens, runs = self.eyes.num_tokens, self.eyes.num_runs
+        if self.encoder is not None and self.frames:
+            tokens, runs = self.encoder.num_tokens, self.encoder.num_runs
             if (tokens, runs) != self.seen:
                 self.frames[-1]["v"] = [tokens, runs - self.seen[1]]
                 self.seen = tokens, runs

@@ -63,14 +63,14 @@ def test_features_of_old_weights_are_forgotten(trained, tmp_path, name):
     options = dict(limit_mm_per_prompt={"image": 1}, max_model_len=96)
     expected = fresh(there, prompts, **options)
     with LLM(folder, **SMALL | options) as llm:
-        eyes, before = llm.extra(Multimodal).eyes, texts(llm, prompts)
-        assert before != expected and eyes.held and eyes.num_runs
+        encoder, before = llm.extra(Multimodal).encoder, texts(llm, prompts)
+        assert before != expected and encoder.held and encoder.num_runs
         waits = llm.make_request("", prompts[0], GREEDY)  # made before, and served afterwards
         with pytest.raises(ValueError, match="missing tensors"):
             llm.update_weights({})
-        assert eyes.held
+        assert encoder.held
         llm.update_weights(stored_tensors(there))
-        assert not eyes.held and eyes.num_tokens == 0
+        assert not encoder.held and encoder.num_tokens == 0
         assert texts(llm, prompts) == expected
         inbox = []
         llm.submit(waits, inbox)
@@ -79,7 +79,7 @@ def test_features_of_old_weights_are_forgotten(trained, tmp_path, name):
         assert inbox[-1].outputs[0].token_ids == expected[0]
         for level in (1, 2):
             llm.sleep(level)
-            assert not eyes.held
+            assert not encoder.held
             llm.update_weights(folder)
             llm.wake_up()
             assert texts(llm, prompts) == before

@@ -69,7 +69,7 @@ def texts_of(llm: LLM, prompts: list[dict]) -> list[list[int]]:
 
 def num_runs(llm: LLM) -> int:
     """How often a tower has run."""
-    return llm.extra(Multimodal).eyes.num_runs
+    return llm.extra(Multimodal).encoder.num_runs
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -136,7 +136,7 @@ def test_an_image_is_encoded_once(folders, seers):
             assert [s.token_ids for s in one.outputs] == [s.token_ids for s in other.outputs]
         extra = llm.extra(Multimodal)
         assert not extra.shown and not extra.waiting
-        held = [weakref.ref(features) for features in extra.eyes.held.values()]
+        held = [weakref.ref(features) for features in extra.encoder.held.values()]
     assert len(held) == 2 and all(one() is None for one in held)
 
 
@@ -145,8 +145,9 @@ def test_a_cache_too_small_for_all_images_encodes_them_anew(folders, seers):
     with start(folders["qwen3-vl"], encoder_cache_tokens=24, max_num_batched_tokens=7) as llm:
         for got, (tokens, gaps) in zip(texts_of(llm, seer.prompts), seer.texts, strict=True):
             assert_same_text(got, tokens, gaps, "small")
-        eyes = llm.extra(Multimodal).eyes
-        assert eyes.num_runs > 4 and sum(map(len, eyes.held.values())) == eyes.num_tokens <= 24
+        encoder = llm.extra(Multimodal).encoder
+        held = sum(map(len, encoder.held.values()))
+        assert encoder.num_runs > 4 and held == encoder.num_tokens <= 24
 
 
 both = pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])  # plain RoPE, and M-RoPE
@@ -224,9 +225,9 @@ def test_the_trace_tells_what_the_encoder_cache_holds(folders, seers, tmp_path):
     seer, truth = seers["llava"], {}
     with start(folders["llava"], trace=str(tmp_path / "run.json"), async_scheduling=True,
                max_num_batched_tokens=11, encoder_cache_tokens=24) as llm:
-        eyes, trace = llm.extra(Multimodal).eyes, llm.extra(Recorder).trace
+        encoder, trace = llm.extra(Multimodal).encoder, llm.extra(Recorder).trace
         llm.hooks.launching.append(lambda step: truth.setdefault(
-            step.index, (eyes.num_tokens, eyes.num_runs)))
+            step.index, (encoder.num_tokens, encoder.num_runs)))
         texts_of(llm, seer.prompts * 2)
         stream = trace.stream()
     held, runs, seen = 0, 0, {}

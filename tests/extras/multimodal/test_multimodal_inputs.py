@@ -141,11 +141,11 @@ def test_a_processors_tensors_have_no_place_in_a_chat(engines):
 def test_one_step_does_not_encode_ten_images(engines):
     """What was encoded stays, whoever asks; what a step has begun others wait for."""
     llm = engines("llava")
-    eyes, runs = llm.extra(Multimodal).eyes, []
+    encoder, runs = llm.extra(Multimodal).encoder, []
     llm.generate({"prompt": "<image>", "multi_modal_data": {"image": photo(99)}}, GREEDY,
                  use_tqdm=False)  # the first of its shape is encoded with its request
-    llm.hooks.launching.append(lambda step: runs.append(eyes.num_runs))
-    before = eyes.num_runs
+    llm.hooks.launching.append(lambda step: runs.append(encoder.num_runs))
+    before = encoder.num_runs
     prompts = [{"prompt": f"{i}<image>", "multi_modal_data": {"image": photo(100 + i)}}
                for i in range(10)]
     outs = llm.generate([*prompts, "Hi"], GREEDY, use_tqdm=False)
@@ -155,7 +155,7 @@ def test_one_step_does_not_encode_ten_images(engines):
     assert [llm.generate(one, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
             for one in prompts] == [out.outputs[0].token_ids for out in outs[:10]]
     queries, hits, usage = llm.extra(Multimodal).metrics()
-    assert queries.value - hits.value == eyes.num_runs and 0 < usage.value <= 1
+    assert queries.value - hits.value == encoder.num_runs and 0 < usage.value <= 1
 
 
 BAD = [("http://example.org/a.png", "nothing is fetched"), ("/etc/passwd", "no file is opened"),

@@ -88,8 +88,8 @@ def test_a_tower_that_fails_within_a_step_ends_one_request(folders, monkeypatch,
         "image": photo(i)}} for i in range(3)]
     with start(folders["llava"], async_scheduling=is_async, max_num_batched_tokens=16,
                max_num_seqs=4) as llm:
-        eyes = llm.extra(Multimodal).eyes
-        encode = eyes.encode
+        encoder = llm.extra(Multimodal).encoder
+        encode = encoder.encode
         want = llm.generate([*prompts, "Hi"], GREEDY, use_tqdm=False)
         assert llm.reset_prefix_cache()
         bad = llm.inputs.read_picture(photo(1)).content
@@ -99,7 +99,7 @@ def test_a_tower_that_fails_within_a_step_ends_one_request(folders, monkeypatch,
                 raise RuntimeError("out of memory")
             return encode(picture)
 
-        monkeypatch.setattr(eyes, "encode", fails)
+        monkeypatch.setattr(encoder, "encode", fails)
         outs = llm.generate([*prompts, "Hi"], GREEDY, use_tqdm=False)
         ends = [out.outputs[0].finish_reason for out in outs]
         assert ends == ["length", "abort", "length", "length"]

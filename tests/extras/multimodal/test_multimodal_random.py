@@ -18,7 +18,7 @@ from test_scheduler_random import Ask, Drive, Workload
 
 from nanoserve.config import POLICIES
 from nanoserve.sequence import Step
-from nanoserve_extras.multimodal.multimodal import Eyes, Multimodal, Picture, Shown
+from nanoserve_extras.multimodal.multimodal import EncoderCache, MediaItem, Multimodal, Shown
 
 SIZE = 8  # tokens of a picture
 FIRST = 100  # the token of picture 0; a text's are smaller
@@ -30,7 +30,7 @@ def picture(number: int) -> list[int]:
 
 def shown_in(prompt: list[int]) -> Shown:
     places = np.array([i for i, token in enumerate(prompt) if token >= FIRST], dtype=np.int64)
-    return Shown([Picture({"pixel_values": torch.tensor(prompt[place])}, SIZE)
+    return Shown([MediaItem({"pixel_values": torch.tensor(prompt[place])}, SIZE)
                   for place in places[::SIZE].tolist()], places, None)
 
 
@@ -41,10 +41,10 @@ class Pictured:
     def __init__(self, *args, encoder_cache_tokens: int, **options):
         super().__init__(*args, **options)
         scheduler, schedule, self.extra = self.scheduler, self.scheduler.schedule, Multimodal()
-        eyes = self.extra.eyes = Eyes("image", encoder_cache_tokens)
-        eyes.on = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
-        eyes.width, eyes.index_of = 1, None
-        eyes.encode = self.encode
+        encoder = self.extra.encoder = EncoderCache("image", encoder_cache_tokens)
+        encoder.on = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+        encoder.width, encoder.index_of = 1, None
+        encoder.encode = self.encode
         config = SimpleNamespace(
             model="none", block_size=self.workload.block_size,
             max_num_batched_tokens=self.workload.budget,
@@ -64,7 +64,7 @@ class Pictured:
 
         scheduler.schedule = told
 
-    def encode(self, one: Picture) -> torch.Tensor:
+    def encode(self, one: MediaItem) -> torch.Tensor:
         self.num_encoded += 1
         return torch.zeros(one.num_tokens, 1)
 

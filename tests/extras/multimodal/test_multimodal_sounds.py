@@ -53,7 +53,7 @@ def test_a_text_about_sounds_is_what_transformers_writes(folders, name):
                 outs = llm.generate(prompts, GREEDY, use_tqdm=False)
                 for out, text in zip(outs, texts, strict=True):
                     assert_same_text(out.outputs[0].token_ids, *text, f"{name} {attempt}")
-            assert llm.extra(Multimodal).eyes.num_runs == 4
+            assert llm.extra(Multimodal).encoder.num_runs == 4
         assert len(options) == 1 or any(out.metrics.num_preemptions for out in outs)
 
 

@@ -120,9 +120,9 @@ def test_an_image_in_a_tools_answer_is_where_the_template_puts_it(serving, langu
 @pytest.mark.parametrize("language", PATHS)
 def test_a_tower_that_fails_is_an_error_and_no_empty_answer(serving, monkeypatch, language):
     """Whatever the language's word for an end is: the client must not take it for a turn's."""
-    eyes = serving.llm.extra(Multimodal).eyes
+    encoder = serving.llm.extra(Multimodal).encoder
     expected(serving, "<image>", png("red"))  # the first of its shape would be refused: a 400
-    monkeypatch.setattr(eyes, "encode", lambda picture: 1 / 0)
+    monkeypatch.setattr(encoder, "encode", lambda picture: 1 / 0)
     color = {"chat": "green", "responses": "navy", "messages": "gray"}[language]
     body = body_of(language, image_part(language, png(color)))
     status, answer = serving.ask(PATHS[language], body)
