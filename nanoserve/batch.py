@@ -44,11 +44,13 @@ class Section(NamedTuple):
     per: str  # there is a number for each of these: see `BatchBuilder`
     padding: int | str | None  # the number in rows of padding; None: those have none
     dtype: np.dtype
+    torch_dtype: torch.dtype
 
 
 def section(per: str, padding: int | str | None, dtype: str = "int32") -> Any:
     """A field that is a section."""
-    return field(metadata={"section": Section(per, padding, np.dtype(dtype))})
+    return field(metadata={"section": Section(per, padding, np.dtype(dtype),
+                                              getattr(torch, dtype))})
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Batch:
         for name, one in SECTIONS.items():
             if one.dtype != np.int32:
                 host_views[name] = host_views[name].view(one.dtype)
-                views[name] = views[name].view(getattr(torch, one.dtype.name))
+                views[name] = views[name].view(one.torch_dtype)
         query_lens, num_rows = np.diff(host_views["cu_seqlens_q"]), len(host_views["seq_lens"])
         views["block_tables"] = views["block_tables"].view(num_rows, -1 if num_rows else 0)
         return cls(**views, host=host_views, network=network,
@@ -183,7 +185,7 @@ class BatchBuilder:
         numbers = self._numbers(step, width)
         missing = 0 if num_rows is None else num_rows - len(step.num_new_tokens)
         host, at, lengths = buffer.numpy(), HEADER, []
-        for name, (per, padding, dtype) in SECTIONS.items():
+        for name, (per, padding, dtype, _) in SECTIONS.items():
             values, num_padding = numbers[name], 0
             if missing and padding is not None:
                 num_padding = missing * width if per == "block" else missing
