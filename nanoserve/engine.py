@@ -33,7 +33,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.extra import Extra, Hooks
-from nanoserve.frontend.facts import Fact
+from nanoserve.frontend.facts import Part, check_added, facts_of
 from nanoserve.frontend.metrics import EngineMetrics, Metric
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.progress import say
@@ -50,7 +50,6 @@ class Plan:
     """What an engine will be made of. Each extra hands on a copy with what it adds."""
 
     config: EngineConfig  # resolved
-    asked: EngineConfig  # as the user wrote it
     model_config: ModelConfig
     folder: Path  # the checkpoint's
     tokenizer: Tokenizer | None
@@ -66,13 +65,13 @@ class LLMEngine:
     """The engine of one model; `LLM` makes it. Names are those of vLLM's `LLMEngine`.
 
     runner: its KV cache of `num_blocks` is allocated. process: makes a checked request of a prompt
-    and its parameters (frontend/inputs.py). facts: those that are true of it (frontend/facts.py).
+    and its parameters (frontend/inputs.py). parts: what else it is made with (frontend/facts.py).
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
-                 process: Callable[..., Request], extras: list[Extra],
-                 facts: frozenset[Fact] = frozenset(Fact)):
-        self.config, self.runner, self.process, self.facts = config, runner, process, facts
+                 process: Callable[..., Request], extras: list[Extra], parts: Iterable[Part] = ()):
+        self.config, self.runner, self.process = config, runner, process
+        self.parts, self.facts = list(parts), facts_of([*parts, *extras])
         self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
         self.extras, self.hooks = [self.metrics, *extras], Hooks()
         self.scheduler = Scheduler(config, num_blocks, runner.window, self.hooks)
@@ -87,8 +86,10 @@ class LLMEngine:
         self.hooks.keep(self.extras)
 
     def add(self, extra: Extra, first: bool = False) -> None:
-        """Hand over one more extra, between two steps. It is asked behind all others, or before."""
+        """Hand over one more extra, between two steps. It is asked behind all others, or before.
+        Raises `ValueError` where it doesn't go together with the engine (frontend/facts.py)."""
         with self.turns:
+            check_added(extra, [*self.parts, *self.extras])
             self.extras.insert(0 if first else len(self.extras), extra)
             extra.attach(self)
             self.hooks.keep(self.extras)

@@ -47,7 +47,7 @@ class Extra:
 
     def __init__(self, **options: Any):
         """Its options are a record with rules, as the engine's own (frontend/rules.py)."""
-        self.options = self.Options(**options)
+        self.options = self.Options.of(**options)
 
     @property
     def name(self) -> str:

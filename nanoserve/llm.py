@@ -34,6 +34,7 @@ from nanoserve.device.memory import fit_to_cache
 from nanoserve.device.trial import untrusted
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
+from nanoserve.frontend import rules
 from nanoserve.frontend.defaults import own_parts, resolve
 from nanoserve.frontend.facts import Fact, facts_of
 from nanoserve.frontend.inputs import InputProcessor
@@ -50,6 +51,7 @@ from nanoserve.parallel.serving import LAST_WORD, serve_rank
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
+EXTRAS = rules.list_of(rules.instance(Extra, "one"), "a list of objects that inherit from Extra")
 NO_EXTRAS = " (nanoserve_extras, the package of what is added to the engine, is not there)"
 
 
@@ -93,12 +95,14 @@ class LLM(LLMEngine):
 
     def __init__(self, model: str | Path = BUNDLED_MODEL, *, extras: Iterable[Extra] = (),
                  **options):
+        given = rules.checked("extras", EXTRAS, extras)
         args = read_options(str(model), options)
         folder = find_model(model, weights=args.load_format != "dummy",
                             code=args.trust_remote_code, revision=args.revision)
-        asked, self.model_config, extras = read_model(args, folder, extras)
+        asked, self.model_config, extras = read_model(args, folder, given)
         device = pick_device(asked.device)
-        facts = facts_of([*own_parts(asked, device, self.model_config), *extras])
+        parts = own_parts(asked, device, self.model_config)
+        facts = facts_of([*parts, *extras])
         config = resolve(asked, device, self.model_config, facts)
         take_gpu(config.num_ranks, config.device)
         config, said = fit_to_device(config, asked)
@@ -108,7 +112,7 @@ class LLM(LLMEngine):
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
-        plan = Plan(config, asked, self.model_config, folder, self.tokenizer, InputProcessor)
+        plan = Plan(config, self.model_config, folder, self.tokenizer, InputProcessor)
         for extra in extras:
             plan = extra.prepare(plan)
         config = plan.config
@@ -132,7 +136,7 @@ class LLM(LLMEngine):
             ranks.abort("the engine could not be made")
             raise
         self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
-        super().__init__(config, runner, num_blocks, self.inputs.process, extras, facts)
+        super().__init__(config, runner, num_blocks, self.inputs.process, extras, parts)
         say(describe(config, runner, num_blocks, plan.network, plan.notes),
             *self.inputs.not_applied())
 

@@ -26,8 +26,9 @@ assert main([]) == 0 and main(["serve"]) == 2
 for refused, words in (
         (lambda: LLM({str(tmp_path)!r}), "OPTForCausalLM is not supported: choose one of Llama"),
         (lambda: llm.embed("a"), "nanoserve_extras"),
+        (lambda: LLM({str(qwen3)!r}, enable_lora=True), "nanoserve_extras"),
         (lambda: llm.generate([1], SamplingParams(structured_outputs=dict(regex="a"))),
-         "nanoserve_extras")):
+         "no extra for grammars")):
     try:
         refused()
     except (ValueError, AttributeError, TypeError) as error:

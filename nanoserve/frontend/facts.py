@@ -74,3 +74,15 @@ def facts_of(parts: Iterable[Part]) -> frozenset[Fact]:
             if (why := clash(one, other)) is not None:
                 raise ValueError(why)
     return frozenset(Fact).difference(*(part.ends for part in parts))
+
+
+def check_added(part: Part, others: Iterable[Part]) -> None:
+    """Whether a part may join an engine that runs. Raises `ValueError` if it is there already, if
+    it clashes with another, or if it ends a fact that the engine has been built on."""
+    others = list(others)
+    if any(part is other for other in others):
+        raise ValueError(f"{part.name} has been added already: leave the second time out")
+    before = facts_of(others)
+    if lost := [fact for fact in Fact if fact in before - facts_of([*others, part])]:
+        raise ValueError(f"{part.name} can't be added to an engine that runs, which relies on it "
+                         f"that {lost[0].value}: make the engine with extras=[...]")

@@ -32,8 +32,7 @@ from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
 
 # What a request may ask for that an extra does, and the remedy where none does.
 HANDED_ON = {"lora_request": "make the engine with enable_lora=True",
-             "structured_outputs": "this engine has no extra for grammars: it comes with "
-                                   "nanoserve_extras, leave it out"}
+             "structured_outputs": "this engine has no extra for grammars, leave it out"}
 
 
 class Inbox(Protocol):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 Record = TypeVar("Record", bound="Options")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -48,6 +48,14 @@ class Options:
     def __post_init__(self):
         check_fields(self)
 
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Raises `TypeError` with all names for one that there isn't."""
+        names = [one.name for one in fields(cls)]
+        if unknown := [name for name in options if name not in names]:
+            raise TypeError(f"there is no option {unknown[0]}: there are {names}")
+        return cls(**options)
+
     def part(self, record: type[Record]) -> Record:
         """The fields that another record has, too: `args.part(EngineConfig)`."""
         return record(**{one.name: getattr(self, one.name) for one in fields(record)})
@@ -60,17 +68,22 @@ def check_fields(record: Any) -> None:
         rule, value = one.metadata["rule"], getattr(record, one.name)
         if value is None and one.default is None:
             continue
-        try:
-            kept = rule.keep(value)
-        except (ValueError, RuntimeError) as error:  # it names the wrong value or part
-            given, wrong = f"{value!r:.100}", f"{error!s:.100}"
-            raise ValueError(f"{one.name} must be {rule.must}, got "
-                             f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
+        kept = checked(one.name, rule, value)
         object.__setattr__(record, one.name, kept)  # an `EngineConfig` is frozen
         whole = one.metadata["part_of"]
         if whole is not None and kept != one.default and not getattr(record, whole):
             raise ValueError(f"{one.name}={kept!r} has no effect without {whole}: set it, or leave "
                              f"{one.name} out")
+
+
+def checked(name: str, rule: Rule, value: Any) -> Any:
+    """The value as it is kept. Raises `ValueError`, naming it and what is wrong with it."""
+    try:
+        return rule.keep(value)
+    except (ValueError, RuntimeError) as error:  # it names the wrong value or part
+        given, wrong = f"{value!r:.100}", f"{error!s:.100}"
+        raise ValueError(f"{name} must be {rule.must}, got "
+                         f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
 
 
 @contextmanager

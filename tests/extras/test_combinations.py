@@ -5,8 +5,11 @@ import re
 import pytest
 from pages import read
 
+from nanoserve import LLM
+from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Asked, Fact, clash, facts_of
 from nanoserve_extras.combinations import FEATURES, KINDS, legend, missing, table
+from nanoserve_extras.lora.lora import LoRA
 
 PAGE = read("docs/combinations.md")
 PLAIN = Asked("a plain engine", frozenset())
@@ -55,7 +58,6 @@ def test_no_fact_is_without_somebody_who_needs_it_and_somebody_who_ends_it():
     (dict(runner="pooling", speculative_config=dict(method="ngram", num_speculative_tokens=2)),
      ["runner='pooling'", "speculative_config"])], ids=str)
 def test_an_engine_is_refused_before_its_weights_are_read(options, names, qwen3, monkeypatch):
-    from nanoserve import LLM
     from nanoserve.model_runner import ModelRunner
 
     monkeypatch.setattr(ModelRunner, "__init__", None)
@@ -72,3 +74,39 @@ def test_the_remedy_names_what_can_be_left_out():
         "kv_store='x' does not go together with a model: it needs that KV blocks are all that a "
         "sequence keeps; leave kv_store out")
     assert clash(store, PLAIN) is None
+
+
+class Mine(Extra):
+    name, needs = "mine=1", frozenset([Fact.PREFIX_CACHE])
+
+
+class Takes(Extra):
+    name, ends = "takes=1", frozenset([Fact.KV_ALONE])
+
+
+def test_an_extra_that_joins_later_is_checked_as_one_that_was_there(qwen3):
+    """A refused one is not there afterwards, and the engine goes on."""
+    with LLM(qwen3, enable_prefix_caching=False) as llm:
+        before = [*llm.extras]
+        for extra, words in ((Mine(), "mine=1 .* enable_prefix_caching=False"),
+                             (Takes(), "takes=1 .* relies on .*all that a sequence keeps")):
+            with pytest.raises(ValueError, match=words):
+                llm.add(extra)
+        assert llm.extras == before
+        llm.add(watcher := Extra())
+        with pytest.raises(ValueError, match="Extra has been added already"):
+            llm.add(watcher)
+        llm.remove(watcher)
+        assert llm.extras == before and llm.generate([1, 2], use_tqdm=False)
+
+
+@pytest.mark.parametrize("extras", [[Mine], Mine(), 5, [None]],
+                         ids=["a class", "no list", "a number", "None"])
+def test_what_is_no_extra_is_refused_by_name(extras, qwen3):
+    with pytest.raises(ValueError, match="extras must be a list of objects that inherit from Ext"):
+        LLM(qwen3, extras=extras)
+
+
+def test_an_option_that_an_extra_lacks_is_refused_with_those_that_it_has():
+    with pytest.raises(TypeError, match="no option max_lora: .*max_loras"):
+        LoRA(max_lora=2)

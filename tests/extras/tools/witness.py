@@ -43,7 +43,7 @@ class Witness(Extra):
         self.ledger = Ledger(scheduler.blocks.num_blocks)
         self.num_read = 0
         self.steps: list[dict[str, list]] = []
-        self.preempted, self.admitted, self.ends = [], [], []
+        self.preempted, self.admitted, self.endings = [], [], []
 
     def scheduled(self, step) -> None:
         if len(self.trace.frames) == self.num_read:
@@ -77,8 +77,8 @@ class Witness(Extra):
             entry.block_id for entry in self.blocks.entry_of if entry is not None}
 
     def ended(self, sequences) -> None:
-        self.ends += [(seq.name, seq.finish_reason, len(seq.output_token_ids))
-                      for seq in sequences if seq.name not in {end[0] for end in self.ends}]
+        self.endings += [(seq.name, seq.finish_reason, len(seq.output_token_ids))
+                      for seq in sequences if seq.name not in {end[0] for end in self.endings}]
 
     def compare_stream(self, stream: dict) -> None:
         """The whole stream, when all is over."""
@@ -97,7 +97,7 @@ class Witness(Extra):
                 for h in hits] == self.admitted
         ends = [value for frame in stream["frames"] for value in frame.get("f", [])]
         assert [(names[r], *rest) for r, *rest in zip(
-            ends[::3], ends[1::3], ends[2::3], strict=True)] == self.ends
+            ends[::3], ends[1::3], ends[2::3], strict=True)] == self.endings
         assert sorted(r for frame in stream["frames"] for r in frame.get("q", [])) == list(
             range(len(names)))
         times = [frame["t"] for frame in stream["frames"]]

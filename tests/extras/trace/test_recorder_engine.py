@@ -61,7 +61,7 @@ def test_a_real_run_can_be_replayed(checkpoints, tmp_path, name, options):
         assert path.exists()
         assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
         witness.compare_stream(llm.extra(Recorder).trace.stream())
-    assert ("aborted", "abort") in {end[:2] for end in witness.ends}
+    assert ("aborted", "abort") in {end[:2] for end in witness.endings}
     assert [[s.token_ids for s in out.outputs] for out in traced] == [
         [s.token_ids for s in out.outputs] for out in plain]
 
