@@ -102,3 +102,12 @@ def test_two_actors_of_ray_write_in_order_what_generate_writes(tmp_path, monkeyp
         outputs = llm.generate(prompts, [SamplingParams(max_tokens=6, seed=i) for i in range(6)],
                                use_tqdm=False)
     assert printed == "".join(output.outputs[0].text + "\n" for output in outputs)
+
+
+def test_the_extra_of_ones_own_refuses_what_it_says():
+    names: dict = {}
+    exec(block_after(read("CONTRIBUTING.md"), "<!-- an extra of one's own -->"), names)
+    with names["llm"] as llm:
+        assert llm.generate([5, 6, 7], use_tqdm=False)
+        with pytest.raises(ValueError, match="the prompt has 4 tokens, and most=3"):
+            llm.generate([5, 6, 7, 8])
