@@ -162,7 +162,7 @@ def machine_of(twin: ModuleType, device: torch.device) -> tuple:
         return torch.__version__, twin.COMPILED._name
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return (torch.__version__, twin.triton.__version__, torch.cuda.get_device_name(device),
-            torch.cuda.get_device_capability(device), torch._C._cuda_getDriverVersion(),
+            torch.cuda.get_device_capability(device), torch.version.cuda,
             digest(b"".join(path.read_bytes() for path in sources)))
 
 
