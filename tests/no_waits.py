@@ -76,6 +76,9 @@ class Calls(TorchFunctionMode):
             if kwargs.get("device") is not None:
                 self.book.fault(f"{function.__name__} of numbers, with a device")
             self.book.mark(out)
+        elif function is torch.Tensor.__setitem__ and not is_tensor(args[2]) and any(
+                is_tensor(x) and x.dim() for x in tree_leaves(args[1])):
+            self.book.fault(f"{args[2]} is put at places that are on the device")
         elif function in MADE and kwargs.get("device") is None:
             self.book.mark(out)
         elif function is torch.Tensor.to and self.book.is_host(args[0]) and any(
