@@ -32,6 +32,9 @@ from nanoserve.frontend import vllm
 from nanoserve_extras.server.errors import BadRequest
 
 MAX_TOOLS, MAX_SCHEMAS = 128, 200_000  # OpenAI's number; characters of all schemas together
+# One of these in a tool's schema says what its arguments are.
+SAYS = ("properties", "patternProperties", "additionalProperties", "$ref", "anyOf", "oneOf",
+        "allOf")
 MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chat, and vLLM's for both
 # What a client may not put among a template's variables: arguments of the tokenizer's method.
 NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tokenize", "padding",
@@ -285,7 +288,7 @@ class Conversation(Body):
             return {}
         named = getattr(self.tool_choice, "function", None)
         closed = dict(type="object", additionalProperties=False)  # for a tool without arguments
-        return {one.name: one.parameters if (one.parameters or {}).get("properties") else closed
+        return {one.name: one.parameters if any(map((one.parameters or {}).get, SAYS)) else closed
                 for one in (tool.function for tool in self.tools or ())
                 if named is None or one.name == named.name}
 

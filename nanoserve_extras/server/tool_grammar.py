@@ -42,6 +42,7 @@ from nanoserve_extras.server.tools import (
     NAME,
     TurnFormat,
     TurnReader,
+    forms_of,
     kinds_of,
     resolve,
 )
@@ -50,6 +51,7 @@ TEXT = "/(?s:.*)/"
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
 OTHERS = {"number", "boolean", "null"}
 MAX_VALUES = 2_000
+MAX_CHECKED = 20_000_000  # characters of schemas that are compiled, to find what can't be
 # Bounds of a chat template while its format is derived, which takes a tenth of a second.
 CPU_SECONDS, WALL_SECONDS, ROOM, MOST_TEXT = 5, 60, 2 ** 29, 2 ** 20
 
@@ -159,7 +161,8 @@ class ToolGrammar:
     def __init__(self, form: TurnFormat, schemas: dict[str, Any], special: dict[str, int]):
         self.form, self.schemas, self.special = form, schemas, special
         self.rules: dict[str, str] = {}  # name by body
-        self.num_values, self.is_lenient = 0, False  # whether unknown keywords are passed over
+        self.num_values = self.num_checked = 0
+        self.is_lenient = False  # whether what can't be kept to is passed over
 
     def text(self, start: TurnReader, required: bool, one: bool, answer: dict | None) -> str:
         """The grammar of a turn. start: where the prompt has left it; one: at most one call;
@@ -221,9 +224,8 @@ class ToolGrammar:
         """A call, and perhaps more. before: what stands in front of the first one's name."""
         form, calls = self.form, []
         for name, schema in self.schemas.items():
-            arguments = self._json(schema, schema) if form.is_json else self._object(
-                schema, schema, form.first, form.then)
-            calls.append((name + form.after.replace(NAME, name), self._add("tool", arguments)))
+            calls.append((name + form.after.replace(NAME, name), self._add(
+                "tool", self._arguments(name, schema))))
 
         def call(before: str) -> str:
             return " | ".join(f"{self.literal(before + head)} {arguments}"
@@ -231,6 +233,34 @@ class ToolGrammar:
 
         more = "" if one or not form.between else self._add("more", call(form.between)) + "*"
         return f"{self._add('call', call(before))} {more} {self.literal(form.close)}"
+
+    def _arguments(self, name: str, schema: dict) -> str:
+        """A tool's arguments. Raises `BadRequest` where a call is required and its schema can't be
+        kept to; else what can't be is any value."""
+        from nanoserve_extras.structured.structured_schema import loosened  # here, as below
+
+        def write(schema: dict) -> str:
+            return self._json(schema, schema) if self.form.is_json else self._object(
+                schema, schema, self.form.first, self.form.then)
+
+        try:
+            schema = json.loads(json.dumps(schema | {"type": "object"}))
+            for key, why in loosened(schema, self._refusal):
+                if not self.is_lenient:
+                    raise ValueError(f"{key!r}: {why:.500}" if key else f"{why:.500}")
+            return write(schema)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError, re.error) as error:
+            if not self.is_lenient:
+                raise BadRequest(f"tools: {name}: {error!s:.600}", "tools") from error
+        return write({"type": "object", "additionalProperties": True})
+
+    def _refusal(self, schema: dict) -> str:
+        from nanoserve_extras.structured.structured import refusal
+        text = json.dumps(schema | {"x-guidance": {"lenient": self.is_lenient}})
+        self.num_checked += len(text)
+        if self.num_checked > MAX_CHECKED:
+            raise ValueError("looking for what can't be kept to takes too long: shorten it")
+        return refusal(text)
 
     def _json(self, schema: Any, root: Any) -> str:
         """JSON in one line. root: where the schema's references lead."""
@@ -243,9 +273,28 @@ class ToolGrammar:
             "x-guidance": ONE_LINE | {"lenient": self.is_lenient}})
 
     def _object(self, schema: dict, root: dict, first: str, then: str) -> str:
-        """Keys and values between markers, in the schema's order. For what may follow there are two
-        rules: `none`, where no key has been written yet, and `some`."""
-        keys, needed = schema.get("properties") or {}, schema.get("required") or ()
+        """Keys and values between markers."""
+        forms = [self._form(one, root, first, then) for one in forms_of(schema, root)]
+        return f"({' | '.join(forms)})"
+
+    def _form(self, schema: dict, root: dict, first: str, then: str) -> str:
+        """Listed keys come in the schema's order. For what may follow there are two rules: `none`,
+        where no key has been written yet, and `some`."""
+        keys, needed = schema.get("properties") or {}, set(schema.get("required") or ())
+        others = schema.get("additionalProperties") or schema.get("patternProperties")
+        is_map = bool(others and not keys)
+        if not self.is_lenient and (
+                needed - keys.keys() or schema.get("minProperties", 0) > len(needed)
+                or is_map and {"maxProperties", "patternProperties"} & schema.keys()
+                or schema.get("maxProperties", MAX_VALUES) < len(keys)):
+            raise ValueError("this model's format of calls has no grammar for minProperties, maxPr"
+                             "operties, patternProperties or required keys that are not listed")
+        if is_map:
+            values = self._values("", schema.get("additionalProperties"), root)
+            one, more = (self._add("entry", " | ".join(
+                rf"""{self.literal(mark)} /[^\s=:<>"'{{}},\[\]]+/ {self.literal(before)} {rule}"""
+                for before, rule in values)) for mark in (first, then))
+            return f"({one} {more}*)?"
         none = some = self._add("end", '""')
         order = sorted(keys, key=str.lower) if self.form.is_sorted else list(keys)
         for key in reversed(order):
@@ -259,6 +308,9 @@ class ToolGrammar:
     def _values(self, key: str, schema: Any, root: dict) -> list[tuple[str, str]]:
         """What may stand behind a key: what is in front of a value, and the value's rule."""
         form, schema, self.num_values = self.form, resolve(schema, root), self.num_values + 1
+        if len(parts := schema.get("allOf", ())) == 1:  # a reference with a default beside it
+            schema = {word: schema[word] for word in schema if word != "allOf"} | resolve(
+                parts[0], root)
         if self.num_values > MAX_VALUES:
             raise ValueError(f"tools: their schemas have more than {MAX_VALUES:,} places for "
                              "values: shorten them")
@@ -285,11 +337,16 @@ class ToolGrammar:
             write = str if form.is_raw else repr
             texts = [write(one) + form.text[1] for one in values if isinstance(one, str)]
             return f"({' | '.join(map(self.literal, texts))})"
-        if "pattern" in schema and not self.is_lenient:
-            raise ValueError(f"tools: {key!r} has a pattern, which this model's format of calls "
-                             "has no grammar for: leave it out")
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        length = f"{{{least},{most}}}" if least or most != "" else "*"
+        for word in {"pattern", "allOf"} & schema.keys() if not self.is_lenient else ():
+            raise ValueError(f"{key!r} has {word}, which this model's format of calls has no "
+                             "grammar for: leave it out")
+        bounds = {word: schema[word] for word in ("minLength", "maxLength") if word in schema}
+        if bounds and (why := self._refusal(bounds | {"type": "string"})):
+            if not self.is_lenient:
+                raise ValueError(f"{key!r}: {why:.500}")
+            bounds = {}
+        least, most = bounds.get("minLength", 0), bounds.get("maxLength", "")
+        length = f"{{{least},{most}}}" if bounds else "*"
         if not form.is_raw:
             return LITERAL % length + f" {self.literal(form.text[1])}"
         return self._add("text", self._until(form.text[1], f"(?s:.){length}"))

@@ -15,6 +15,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from os.path import commonprefix
@@ -23,6 +24,7 @@ from typing import Any
 NAME, ID = "zq_tool", "zqcall001"  # in made-up calls; a format is derived from them
 # What of a literal a model may leave out: the id of a call, with its key or its marker.
 ID_PART = re.compile(rf', ?"\w+": ?"{ID}"|\[\w+\]{ID}')
+MAX_FORMS = 64  # ways to put an object together that are looked at
 MAX_TRIES = 8  # ends of a value that are tried: JSON may hold what looks like one
 # gpt-oss's template names the channel behind a call's name. The model may also name it in front,
 # and the arguments' kind by a token, says the description of its format (openai_harmony).
@@ -270,7 +272,7 @@ class TurnReader:
         form, found = self.form, {}
         if end := self.ends.match(text, at):
             return found, end
-        keys = schema.get("properties") or {}
+        keys = self._keys(schema)
         names = "|".join(map(re.escape, keys)) or r"[^\s=:<>\"']+"
         before = f"{re.escape(form.text[0])}|{re.escape(form.value[0])}"
         a_key = f"(?P<key>{names})(?P<before>{before})"
@@ -291,6 +293,15 @@ class TurnReader:
                 return found, end
             key = end
         return found, None
+
+    def _keys(self, schema: dict) -> dict:
+        """The schema of each key that an object may have; none: it may have any."""
+        keys: dict[str, dict] = {}
+        with suppress(AttributeError, TypeError, ValueError):
+            for form in forms_of(schema, schema):
+                for key, value in form.get("properties", {}).items():
+                    keys[key] = {"anyOf": [keys[key], value]} if key in keys else value
+        return keys
 
     def _value(self, text: str, root: dict, schema: Any, is_text: bool) -> tuple | None:
         """The value in a tuple, or None where the text is none of the schema's."""
@@ -319,18 +330,53 @@ class TurnReader:
         return JSON.decode("".join(parts))
 
 
-def kinds_of(schema: Any, root: dict, depth: int = 8) -> set[str]:
+def kinds_of(schema: Any, root: dict) -> set[str]:
     """The types that a schema allows. Empty: any type, or the schema doesn't say."""
-    schema = resolve(schema, root) if depth else {}
-    if "type" in schema:
-        given = schema["type"]
-        return set(map(str, given if isinstance(given, list) else [given]))
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if isinstance(values, list) and values:
-        return {KINDS.get(type(value), "") for value in values}
-    parts = schema.get("anyOf", schema.get("oneOf", schema.get("allOf")))
-    kinds = [kinds_of(one, root, depth - 1) for one in parts] if isinstance(parts, list) else []
-    return set().union(*kinds) if all(kinds) else set()
+    kinds, ahead, seen = set[str](), [schema], set[int]()
+    while ahead:
+        one = resolve(ahead.pop(), root)
+        given, values = one.get("type"), one.get("enum", [one["const"]] if "const" in one else [])
+        found = {kind for kind in KINDS.values() if kind == given or (
+            isinstance(given, list) and kind in given)}
+        if not found and isinstance(values, list):
+            found = {KINDS.get(type(value), "") for value in values}
+        parts = one.get("anyOf", one.get("oneOf", one.get("allOf")))
+        if not found and not (isinstance(parts, list) and parts):
+            return set()
+        if not found and id(one) not in seen:  # a definition may be there a thousand times
+            ahead += parts
+        seen.add(id(one))
+        kinds |= found
+    return kinds
+
+
+def forms_of(schema: Any, root: dict, depth: int = 8) -> list[dict]:
+    """The ways to put an object together from $ref, allOf, anyOf and oneOf, up to MAX_FORMS: a
+    schema without these for each. Raises `ValueError` if there is none; other errors for a schema
+    that is none."""
+    parts = [[one] for one in schema.get("allOf", ())]
+    parts += [[resolve(schema, root)]] if "$ref" in schema else []
+    parts += [schema[key] for key in ("anyOf", "oneOf") if key in schema]
+    found = [{key: schema[key] for key in schema if key not in {"$ref", "allOf", "anyOf", "oneOf"}}]
+    for choices in parts:
+        others = list(islice((form for one in choices if depth and "object" in (
+            kinds_of(one, root) or ("object",)) for form in forms_of(one, root, depth - 1)),
+            MAX_FORMS))
+        if not others:
+            raise ValueError("no object can be put together from its parts, or they are too deep")
+        found = [_joined(one, other) for one in found for other in others][:MAX_FORMS]
+    return found
+
+
+def _joined(one: dict, other: dict) -> dict:
+    """Two parts of an object as one. Where both speak of a key, it has both schemas."""
+    keys = {**one.get("properties", {})}
+    for key, value in other.get("properties", {}).items():
+        mine = keys.get(key, {})
+        fits = all(mine.get(word, said) == said for word, said in value.items())
+        keys[key] = mine | value if fits else {"allOf": [mine, value]}
+    return one | other | dict(properties=keys, required=[
+        *one.get("required", ()), *other.get("required", ())])
 
 
 def resolve(schema: Any, root: dict) -> dict:

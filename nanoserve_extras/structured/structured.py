@@ -128,13 +128,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
-        try:
-            import llguidance
-        except ImportError as error:
-            raise ValueError('structured_outputs needs the library llguidance: pip install '
-                             '"nanoserve[structured]", or pip install "llguidance>=1.9,<2"'
-                             ) from error
-        self.library, self.vocab_size = llguidance, vocab_size
+        self.library, self.vocab_size = _library(), vocab_size
         if tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer, and this engine has none: name "
                              "one with tokenizer= (and without skip_tokenizer_init)")
@@ -222,6 +216,27 @@ class Grammars:
         matcher.consume_tokens(self.tokenizer.tokenize_str(text))
         matcher.compute_bitmask()
         return matcher.get_error().startswith("NoExtension")
+
+
+def _library() -> Any:
+    """Raises `ValueError` where it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError('structured_outputs needs the library llguidance: pip install '
+                         '"nanoserve[structured]", or pip install "llguidance>=1.9,<2"'
+                         ) from error
+    return llguidance
+
+
+def refusal(schema: str) -> str:
+    """Why a schema by itself can't be compiled, in the library's words; "" if it can."""
+    try:
+        _refuse_what_crashes(schema)
+    except ValueError as error:
+        return str(error)
+    matcher = _library().LLMatcher
+    return matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
 
 
 def _to_lark(grammar: str) -> str:

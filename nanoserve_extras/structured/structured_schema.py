@@ -21,7 +21,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
-NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by their names
+# Schemas by their names. Definitions are the first ones here, so `_everything` gives them last.
+NAMED = ("$defs", "definitions", "properties", "patternProperties")
 HELD = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains")
 PARTS = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 LISTS = {"properties", "patternProperties", "additionalProperties", "required"}  # some keys
@@ -52,6 +53,27 @@ def tidy(schema: object, closes: bool, is_dead: Callable[[list[str], list[str]],
                 keys[key] = {"allOf": [keys[key], *(
                     value for pattern, value in patterns.items() if re.search(pattern, key))]}
     return schema
+
+
+def loosened(schema: dict, refusal: Callable[[dict], str]) -> Iterator[tuple[str, str]]:
+    """Take out of a schema, in place, what can't be compiled: from the inside out the keyword
+    without which the rest can be. So a text that has a wrong `pattern` may be any text. Yields the
+    name of the part that had it, if any, and why. refusal: the compiler's words, "" for none."""
+    if not refusal(schema):
+        return
+    found = list(_everything(schema))
+    names = {id(value): name for one in found for key in NAMED
+             for name, value in _named(one, key).items()}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for one in reversed(found):  # definitions before those who refer to them
+        if why := refusal(shared | one):
+            # Its type goes last: whoever reads the value relies on it.
+            kept = ({key: one[key] for key in one if key != wrong}
+                    for wrong in sorted(one, key="type".__eq__))
+            rest = next((rest for rest in kept if not refusal(shared | rest)), {})
+            one.clear()
+            one.update(rest)
+            yield names.get(id(one), ""), why
 
 
 def _most_patterns(found: list[dict], find: Find) -> int:

@@ -110,8 +110,11 @@ def test_a_result_goes_back_through_the_template(server):
 
 
 def test_none_and_auto_leave_the_answer_to_the_model(server):
+    odd = [function(name=f"f{i}", parameters=dict(properties=value)) for i, value in enumerate((
+        dict(x=dict(type="spoon")), dict(x=dict(pattern="(?=a)")), dict(x=dict(multipleOf=12345))))]
     for choice in ("none", "auto", None):
-        status, answer = server.ask(PATH, BODY | dict(tool_choice=choice, max_tokens=8))
+        status, answer = server.ask(PATH, BODY | dict(tool_choice=choice, max_tokens=8,
+                                                      tools=TOOLS + odd))
         [choice] = answer["choices"]
         assert status == 200 and choice["message"]["content"]
         assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "length"
@@ -129,10 +132,10 @@ def function(**more) -> dict:
     (dict(tools=[function(parameters=dict(properties={"x" * (MAX_SCHEMAS - 20): {}}))]), "tools",
      "are the most"),
     (dict(tools=[function(parameters=dict(properties=5))]), "tools", "properties"),
-    (dict(tools=[function(parameters=dict(properties=dict(x=dict(type="spoon"))))]), "tools",
-     "spoon"),
-    (dict(tools=[function(parameters=dict(properties=dict(x={}), required=["x", {}]))]), "tools",
-     "schema"),
+    (dict(tool_choice="required", tools=[function(parameters=dict(properties=dict(x=dict(
+        type="spoon"))))]), "tools", "tools: f: 'x': Invalid type: spoon"),
+    (dict(tool_choice="required", tools=[function(parameters=dict(properties=dict(x={}), required=[
+        "x", {}]))]), "tools", "tools: f: "),
     (dict(tool_choice=named("unknown")), "tool_choice", "weather, stop"),
     (dict(tool_choice="required", tools=None), "tool_choice", "there are none"),
     (dict(tool_choice="sometimes"), "tool_choice", "required"),

@@ -153,8 +153,8 @@ def test_an_answer_has_its_form_behind_the_thought(name, with_tools, grammars, s
 
 
 @pytest.mark.parametrize(("name", "more", "said"), [
-    ("Qwen3.5", dict(pattern="^[a-z]+$"), "'x' has a pattern"),
-    ("Qwen2.5", dict(type="object", propertyNames=dict(minLength=2)), "propertyNames")])
+    ("Qwen3.5", dict(pattern="^[a-z]+$"), "f: 'x' has pattern"),
+    ("Qwen2.5", dict(type="object", propertyNames=dict(minLength=2)), "f: 'x'.*propertyNames")])
 def test_what_can_not_be_kept_to_is_refused_only_where_a_call_is_required(name, more, said,
                                                                           grammars, special):
     """Claude Code sends `propertyNames` with every request."""
@@ -167,8 +167,71 @@ def test_what_can_not_be_kept_to_is_refused_only_where_a_call_is_required(name, 
 def test_a_schema_that_grows_without_end_meets_a_bound():
     """Each refers twice to the next: 2^40 places in all, in a format that writes out each."""
     defs = {f"d{i}": dict(type="object", properties=dict.fromkeys(
-        "ab", {"$ref": f"#/$defs/d{i + 1}"})) for i in range(40)}
+        "ab", {"$ref": f"#/$defs/d{i + 1}"})) for i in range(40)} | dict(d40={})
     schema = {"$ref": "#/$defs/d0", "$defs": defs, "properties": dict(x={"$ref": "#/$defs/d0"})}
     reader = TurnReader(FORMATS["Gemma 4"], dict(f=schema), "")
     with pytest.raises(ValueError, match="shorten|deep"):
         ToolGrammar(FORMATS["Gemma 4"], dict(f=schema), {}).text(reader, True, False, None)
+
+
+ANY_BUT_NO_TEXT = dict(minLength=4, maxLength=3)
+
+
+def lets_through(name, grammars, special, tokenizer, schema: dict, arguments: dict,
+                 **options) -> bool:
+    """Whether the grammar takes the call that the template writes; it must be read back, too."""
+    prompt, text = written(name, [tool("f", schema)], tool_calls=calls_of(("f", arguments)))
+    text = "Hm." + text if TurnReader(FORMATS[name], {}, prompt).state == "thinks" else text
+    one = matcher(grammars, special, name, prompt, schemas=dict(f=schema), **options)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if one.try_consume_tokens(ids) < len(ids) or not one.is_accepting():
+        return False
+    [call] = read(TurnReader(FORMATS[name], dict(f=schema), prompt), text).calls
+    assert json.loads(call.arguments) == arguments
+    return True
+
+
+@every_format
+def test_of_a_schema_what_can_not_be_kept_to_is_any_value_and_the_rest_holds(
+        name, grammars, special, tokenizer):
+    """In `auto`. Where a call is required, the error names the tool and the key."""
+    for wrong in (dict(type="string", pattern=r"^(?!a).*$", minLength=2), dict(type="any"),
+                  dict(type="string", pattern=r"\bfoo\b"), {"$ref": "https://example.com/x"},
+                  {"$ref": "#/$defs/none"}, dict(enum=[]), dict(enum=5), dict(type="string",
+                  pattern=r"(a)\1"), {"$ref": "#/$defs/wrong"}, ANY_BUT_NO_TEXT):
+        schema = dict(type="object", required=["x", "n"], properties=dict(
+            n=dict(type="integer", minimum=0, maximum=5), x=wrong),
+            **({"$defs": dict(wrong=dict(type="string", maxLength=9, pattern="(?=b)"))}
+               if "wrong" in str(wrong) else {}))
+        ways = [lets_through(name, grammars, special, tokenizer, schema, dict(n=n, x="zq"))
+                for n in (3, 7)]
+        assert ways == [wrong != ANY_BUT_NO_TEXT or not FORMATS[name].is_json, False], wrong
+        if wrong == {"$ref": "#/$defs/wrong"}:
+            assert not lets_through(name, grammars, special, tokenizer, schema,
+                                    dict(n=3, x="longer than 9"))
+        elif wrong != ANY_BUT_NO_TEXT:
+            with pytest.raises(ValueError, match="tools: f: 'x'"):
+                matcher(grammars, special, name, required=True, schemas=dict(f=schema))
+
+
+A, B = (dict(type="object", required=[key], properties={key: dict(enum=[key])}) for key in "ab")
+NO_PROPERTIES = [  # a schema, and arguments: those that it allows come first
+    ({"$ref": "#/$defs/A", "$defs": dict(A=A)}, dict(a="a"), {}, dict(a="b")),
+    (dict(type="object", anyOf=[{**A, "type": "object"}, B]), dict(b="b"), {}, dict(b="a")),
+    (dict(oneOf=[dict(type="object", required=["k"], properties=dict(k=dict(const=one)))
+                 for one in ("x", "yz")]), dict(k="yz"), dict(k="y"), {}),
+    (dict(allOf=[A, B]), dict(a="a", b="b"), dict(a="a"), {}),
+    (dict(anyOf=[dict(allOf=[A, {"$ref": "#/$defs/B"}]), dict(type="null")], **{
+        "$defs": dict(B=B)}), dict(a="a", b="b"), {}, dict(b="b")),
+    (dict(type="object", additionalProperties=dict(enum=["v"])), dict(zq="v", k="v"), dict(zq="w"))]
+
+
+@every_format
+@pytest.mark.parametrize(("schema", "right", "wrong"), [(s, r, w) for s, r, *w in NO_PROPERTIES])
+def test_a_schema_without_properties_at_its_top_is_kept_to(schema, right, wrong, name, grammars,
+                                                           special, tokenizer):
+    for options in (dict(), dict(required=True)):
+        assert lets_through(name, grammars, special, tokenizer, schema, right, **options)
+        for arguments in wrong:
+            assert not lets_through(name, grammars, special, tokenizer, schema, arguments,
+                                    **options)

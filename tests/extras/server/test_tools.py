@@ -16,7 +16,7 @@ from nanoserve import SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.messages import render_messages
 from nanoserve_extras.server.tool_format import derive
-from nanoserve_extras.server.tools import Call, Piece, TurnReader
+from nanoserve_extras.server.tools import Call, Piece, TurnReader, kinds_of
 
 ASKED = [{"role": "user", "content": "What now?"}]
 TYPES = {"string": st.text(max_size=12) | st.sampled_from(
@@ -323,3 +323,12 @@ def test_stop_strings_hold_in_the_answer_and_not_in_the_thought(name, stop, thou
     piece = reader.feed(detokenizer.text, "stop")
     assert (piece.said, ended or "") == (want, first), (text, detokenizer.text)
     assert piece.thought == TurnReader(FORMATS[name], {}, prompt).feed(text, "stop").thought
+
+
+def test_the_types_of_definitions_that_refer_to_each_other_many_times():
+    """300^6 ways lead to the last one."""
+    defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 300} for i in range(6)}
+    for last, kinds in (({"type": ["null", "string", "any"]}, {"null", "string"}), ({}, set())):
+        assert kinds_of({"$ref": "#/$defs/d0"}, {"$defs": defs | dict(d6=last)}) == kinds
+    assert kinds_of({"$ref": "#/$defs/d0"}, {"$defs": {"d0": {"oneOf": [{"$ref": "#/$defs/d0"}, {
+        "const": 5}]}}}) == {"integer"}
