@@ -150,7 +150,7 @@ class Reference:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32,
                  auto: type = AutoModelForCausalLM):
-        # "eager": transformers 5.17 takes scaled_dot_product_attention for Gemma 2, without softcap.
+        # "eager": transformers 5.17 takes scaled_dot_product_attention for Gemma 2: no softcap.
         self.model = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
     @torch.no_grad()
