@@ -107,10 +107,11 @@ def fused_cases(dtype: torch.dtype) -> dict[str, Callable]:
 
 
 def quantised_cases(dtype: torch.dtype) -> dict[str, Callable]:
-    """Products with int8 and with 4 bits in groups, for each tile: in float32 they have one."""
+    """Products with int8 and with 4 bits in groups, for each tile (in float32 they have one), and
+    what restores a matrix for more rows."""
     return {f"{'4 bits, groups of ' + str(size) if size else 'int8'}, {rows} rows":
             partial(multiply, dtype, rows, size)
-            for size in (0, 32, 128) for rows in (16, 64, 128)}
+            for size in (0, 32, 128) for rows in (16, 64, 65)}
 
 
 def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int = 0,

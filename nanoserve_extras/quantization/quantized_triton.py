@@ -1,4 +1,4 @@
-"""Products with quantised weights on a GPU: one Triton kernel for int8 by row and 4 bits in groups.
+"""Products with quantised weights on a GPU, in Triton: int8 by row, and 4 bits in groups.
 
     8 bits   y[m, n] = (sum over k of x[m, k] * q[n, k]) * s[n] + b[n]
     4 bits   y[m, n] =  sum over k of x[m, k] * ((q[n, k] - z[n, g]) * s[n, g]) + b[n]
@@ -9,17 +9,20 @@ They lie as in `TorchWeight`, 4 bits so (groups of 32):
     memory    byte 0   byte 1        byte 15 | byte 16           heads   word 0             | word 1
               q1 q0    q3 q2   ...   q31 q30 | q33 q32 ...               28 bits s, 4 bits z | s, z
 
-One program makes a tile of M rows and N outputs. It walks along the inputs, K at a time. A tile of
-the weight becomes a matrix of x's dtype only between its load and the tensor cores.
+Few rows wait for memory. One program makes a tile of M rows and N outputs. It walks along the
+inputs, K at a time, and a tile of the weight becomes a matrix of x's dtype only between its load
+and the tensor cores. With many rows each tile of rows would do that anew. So the whole matrix is
+restored once, into memory that the next layer takes again, and multiplied by torch.
 
 Invariant: a launch depends on shapes alone, so a CUDA graph of it stays true; sums are float32 and
-have a fixed order. Confessed: not measured; 1,024 outputs are 32 programs, fewer than a GPU has
-multiprocessors.
+have a fixed order. Confessed: 1,024 outputs are 32 programs, fewer than a GPU has multiprocessors;
+docs/devices.md has what an H200 needs for a step.
 """
 
 from math import gcd
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -29,18 +32,17 @@ from nanoserve_extras.quantization.quantized_linear import TorchWeight
 # By `table_line` and the most rows of a tile; from the compiled code alone (benchmarks/kernels.py,
 # docs/LOG.md). Up to 16 rows wait for memory: long pieces of few outputs, loads of 128 bits. With
 # more rows there is more to compute: Hopper's wgmma starts at 64. A100's lines stay below the 99 KB
-# of smaller cards, and its tile of 128 is low, or it spills. float32 is for checks: without tensor
-# cores, sums take registers. Sizes that 32 (inputs) or 16 (outputs) does not divide have narrow
-# loads and may spill.
+# of smaller cards. float32 is for checks: without tensor cores, sums take registers. Sizes that 32
+# (inputs) or 16 (outputs) does not divide have narrow loads and may spill.
 LAUNCHES = {
     ("sm_80", 16): dict(M=16, N=32, K=256, num_warps=4, num_stages=4),
     ("sm_80", 64): dict(M=64, N=64, K=64, num_warps=4, num_stages=4),
-    ("sm_80", 128): dict(M=128, N=64, K=32, num_warps=8, num_stages=4),
     ("sm_90", 16): dict(M=16, N=32, K=256, num_warps=4, num_stages=4),
     ("sm_90", 64): dict(M=64, N=64, K=64, num_warps=4, num_stages=4),
-    ("sm_90", 128): dict(M=128, N=128, K=64, num_warps=8, num_stages=3),
 }
 FLOAT32 = dict(M=16, N=32, K=32, num_warps=4, num_stages=3)
+FEW = 64  # rows that are multiplied with the numbers as they lie
+RESTORED = dict(N=4, K=1024, num_warps=4)  # a program's part of a matrix that is restored
 
 
 class TritonWeight(TorchWeight):
@@ -48,6 +50,8 @@ class TritonWeight(TorchWeight):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x (rows, inputs) -> (rows, outputs)"""
+        if len(x) > FEW:
+            return F.linear(x, self.restored(x.dtype), bias)
         (rows, inputs), outputs, launch = x.shape, len(self.memory), launch_for(x)
         out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
         # Programs that are neighbours have other rows and the same weights, which are read once.
@@ -57,41 +61,73 @@ class TritonWeight(TorchWeight):
                              PART=gcd(self.size, launch["K"]), **launch, **kernels_fused.FMA)
         return out
 
+    def restored(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as numbers of `dtype`, (outputs, inputs)."""
+        outputs, N, K = len(self.memory), RESTORED["N"], RESTORED["K"]
+        out = torch.empty(outputs, self.inputs, dtype=dtype, device=self.memory.device)
+        _restore_kernel[triton.cdiv(outputs, N), triton.cdiv(self.inputs, K)](
+            self.memory, self.heads, out, outputs, self.inputs, self.memory.stride(0),
+            self.heads.stride(0), SIZE=self.size, PART=gcd(self.size, K), **RESTORED)
+        return out
+
 
 def launch_for(x: torch.Tensor) -> dict:
-    """The lowest tile that takes all rows, if one does. In a graph the rows are its bucket."""
+    """The lowest tile that takes all of a few rows. In a graph the rows are its bucket."""
     if x.dtype == torch.float32:
         return FLOAT32
-    line = kernels_fused.table_line(x.device)
-    return LAUNCHES[line, next((m for m in (16, 64) if len(x) <= m), 128)]
+    return LAUNCHES[kernels_fused.table_line(x.device), 16 if len(x) <= 16 else FEW]
+
+
+@triton.jit
+def _numbers(memory, heads, start, is_output, inputs, stride, SIZE: tl.constexpr,
+             PART: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """A tile (N, K) of the weight: of 4 bits in float32; of 8 bits the int8 without its scale.
+
+    memory, heads: (N, 1), where the rows begin. PART: neighbours in a tile of K inputs that share
+    a group, whose size it divides. Masked numbers count 0.
+    """
+    if SIZE == 0:
+        k = start + tl.arange(0, K)[None, :]
+        return tl.load(memory + k, is_output & (k < inputs), 0)
+    else:
+        at, part = start // 2 + tl.arange(0, K // 2), start + tl.arange(0, K // PART) * PART
+        pairs = tl.load(memory + at[None, :], is_output & (at < stride)[None, :], 0)
+        word = tl.load(heads + (part // SIZE)[None, :],
+                       is_output & (part < inputs)[None, :], 0)[:, :, None]  # (N, parts, 1)
+        q = tl.join(pairs & 15, pairs >> 4).reshape(N, K // PART, PART).to(tl.int8)
+        w = (q - (word & 15).to(tl.int8)).to(tl.float32)
+        return (w * (word & -16).to(tl.float32, bitcast=True)).reshape(N, K)
+
+
+@triton.jit
+def _restore_kernel(memory, heads, out, outputs, inputs, stride, heads_stride,
+                    SIZE: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    n = (tl.program_id(0).to(tl.int64) * N + tl.arange(0, N))[:, None]
+    start, is_output = tl.program_id(1) * K, n < outputs
+    w = _numbers(memory + n * stride, heads + n * heads_stride, start, is_output, inputs, stride,
+                 SIZE, PART, N, K)
+    if SIZE == 0:
+        w = w.to(tl.float32) * tl.load(heads + n, is_output, 0)
+    k = start + tl.arange(0, K)[None, :]
+    tl.store(out + n * inputs + k, w.to(out.dtype.element_ty), is_output & (k < inputs))
 
 
 @triton.jit(do_not_specialize=["rows"])  # it changes from step to step: see kernels.py
 def _linear_kernel(x, memory, heads, bias, out, rows, outputs, inputs, stride, heads_stride,
                    SIZE: tl.constexpr, PART: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                    K: tl.constexpr):
-    """PART: neighbours in a tile of K inputs that share a group, whose size it divides."""
     m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)  # a row times a width may pass 2^31
-    n = tl.program_id(1).to(tl.int64) * N + tl.arange(0, N)
-    k, is_row, is_output = tl.arange(0, K), (m < rows)[:, None], (n < outputs)[:, None]
+    n = (tl.program_id(1).to(tl.int64) * N + tl.arange(0, N))[:, None]
+    k, is_row, is_output = tl.arange(0, K), (m < rows)[:, None], n < outputs
     x += m[:, None] * inputs + k[None, :]
-    memory += n[:, None] * stride
+    memory += n * stride
+    groups = heads + n * heads_stride
     total = tl.zeros((M, N), tl.float32)
-    for start in range(0, inputs, K):  # masked numbers count 0, on both sides
-        inside = (start + k < inputs)[None, :]
-        a = tl.load(x + start, is_row & inside, 0)  # (M, K)
-        if SIZE == 0:
-            w = tl.load(memory + start + k[None, :], is_output & inside, 0).to(a.dtype)  # (N, K)
-        else:
-            at, part = start // 2 + tl.arange(0, K // 2), start + tl.arange(0, K // PART) * PART
-            pairs = tl.load(memory + at[None, :], is_output & (at < stride)[None, :], 0)
-            word = tl.load(heads + n[:, None] * heads_stride + (part // SIZE)[None, :],
-                           is_output & (part < inputs)[None, :], 0)[:, :, None]  # (N, parts, 1)
-            q = tl.join(pairs & 15, pairs >> 4).reshape(N, K // PART, PART).to(tl.int8)
-            w = (q - (word & 15).to(tl.int8)).to(tl.float32)
-            w = (w * (word & -16).to(tl.float32, bitcast=True)).to(a.dtype).reshape(N, K)
-        total = tl.dot(a, w.T, total, input_precision="ieee")
-    n, is_output = n[None, :], (n < outputs)[None, :]
+    for start in range(0, inputs, K):
+        a = tl.load(x + start, is_row & (start + k < inputs)[None, :], 0)  # (M, K)
+        w = _numbers(memory, groups, start, is_output, inputs, stride, SIZE, PART, N, K)
+        total = tl.dot(a, w.to(a.dtype).T, total, input_precision="ieee")
+    n, is_output = n.T, is_output.T
     if SIZE == 0:
         total *= tl.load(heads + n, is_output, 0)
     if bias is not None:
