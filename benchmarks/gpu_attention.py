@@ -20,7 +20,7 @@ import triton
 from benchmarks.gpu_report import DEVICE, ON_GPU, Report, timed
 from benchmarks.kernels import compiled
 from nanoserve.device import kernels
-from nanoserve.device.kernels_fused import table_line
+from nanoserve.device.kernels_fused import multiprocessors, table_line
 from nanoserve.device.memory import free_cpu_memory
 
 CLONE = Path(__file__).parent.parent
@@ -258,7 +258,7 @@ def decode_splits(report: Report, size: SimpleNamespace, memory: torch.Tensor) -
     for name, heads in size.heads.items():
         for num_rows in size.batches:
             for context in size.contexts:
-                ours = kernels._num_splits(num_rows, heads[1], table_line(DEVICE))
+                ours = kernels._num_splits(num_rows, heads[1], multiprocessors(DEVICE))
                 for splits in size.splits:
                     if report.left() < 5 and ON_GPU:
                         return rows

@@ -34,6 +34,7 @@ from nanoserve.device.kernels_fused import (
     act_and_mul,
     add_rms_norm,
     experts,
+    multiprocessors,
     norm_rope_store,
     numbers_and_scales,
     rms_norm,
@@ -52,17 +53,18 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 i
 
 # By `table_line` and phase, for heads of 256 bytes (128 in bf16); for others see `_tiles`.
 # Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. A program
-# that loads two tiles of 64 keys ahead needs 64 KB: an A100's multiprocessor has room for two, an
-# H100's for three. By counting instructions, reading a tile takes three times as long as computing.
+# that loads two tiles of 64 keys ahead needs 64 KB: an A100's multiprocessor has room for two. One
+# tile ahead needs 32 KB, and with twice as many programs an H200 reads 64 rows of 2,048 keys at 99%
+# of its copy's speed, where it reached 86%.
 # Prefill is bound by flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, wgmma's least;
 # with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
 LAUNCHES = {
     ("sm_80", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
     ("sm_80", "prefill"): dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3),
-    ("sm_90", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("sm_90", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2),
     ("sm_90", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
 }
-PROGRAMS = {"sm_80": 4 * 108, "sm_90": 4 * 132}  # worth starting: 4 a multiprocessor of A100, H100
+SPLIT_PROGRAMS = 2  # a multiprocessor, worth starting: with 4, an H200 took a fifth longer
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
 
@@ -98,7 +100,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
             MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **tiles(phase), **FMA)
 
     if num_decodes > 0:
-        splits = _num_splits(num_decodes, num_kv_heads, arch)
+        splits = _num_splits(num_decodes, num_kv_heads, multiprocessors(q.device))
         if splits == 1:
             launch("decode", num_decodes, 1, out)
         else:  # each split gives a weighted sum, its highest score and its sum of weights
@@ -115,14 +117,15 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     return out
 
 
-def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
+def _num_splits(num_rows: int, num_kv_heads: int, num_multiprocessors: int) -> int:
     """Over how many programs a decode row's keys are spread: a power of two, from shapes alone.
 
-    On sm_90 with 8 KV heads: 32 for one row, 8 for 8, 2 for 32, and 1 from 64 rows on.
+    On an H100 with 8 KV heads: 32 for one row, 4 for 8, 2 for 16, and 1 from 32 rows on.
     """
     if INTERPRETED:  # one program after the other: nothing to gain
         return 1
-    wanted = min(PROGRAMS[arch] // (num_rows * num_kv_heads), MAX_SPLITS)
+    programs = SPLIT_PROGRAMS * num_multiprocessors
+    wanted = min(programs // (num_rows * num_kv_heads), MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
 

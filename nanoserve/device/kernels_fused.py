@@ -46,6 +46,13 @@ def table_line(device: torch.device) -> str:
     return line_of(*torch.cuda.get_device_capability(device))
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the GPU has; an A100's, where there is none."""
+    return 108 if device.type != "cuda" else (
+        torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def line_of(major: int, minor: int) -> str:
     """The table line for a compute capability, from 8.0 on: older cards run `ops` instead.
 

@@ -67,7 +67,8 @@ class TritonWeight(TorchWeight):
         out = torch.empty(outputs, self.inputs, dtype=dtype, device=self.memory.device)
         _restore_kernel[triton.cdiv(outputs, N), triton.cdiv(self.inputs, K)](
             self.memory, self.heads, out, outputs, self.inputs, self.memory.stride(0),
-            self.heads.stride(0), SIZE=self.size, PART=gcd(self.size, K), **RESTORED)
+            self.heads.stride(0), SIZE=self.size, PART=gcd(self.size, K), **RESTORED,
+            **kernels_fused.FMA)
         return out
 
 

@@ -365,11 +365,12 @@ def test_a_launch_does_not_depend_on_lengths(monkeypatch):
 def test_the_number_of_splits(monkeypatch):
     """As many programs as fill the GPU, in powers of two: none for many rows, 32 at most."""
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    for arch, wanted in kernels.PROGRAMS.items():
+    for multiprocessors in (20, 108, 132):
+        wanted = kernels.SPLIT_PROGRAMS * multiprocessors
         for rows in range(1, 600):
             for kv_heads in (1, 2, 8, 32):
-                splits = kernels._num_splits(rows, kv_heads, arch)
+                splits = kernels._num_splits(rows, kv_heads, multiprocessors)
                 assert splits in (1, 2, 4, 8, 16, 32)
                 assert splits == 1 or splits * rows * kv_heads <= wanted
                 assert splits == 32 or 2 * splits * rows * kv_heads > wanted
-    assert [kernels._num_splits(rows, 8, "sm_90") for rows in (1, 8, 32, 64)] == [32, 8, 2, 1]
+    assert [kernels._num_splits(rows, 8, 132) for rows in (1, 8, 16, 32)] == [32, 4, 2, 1]
