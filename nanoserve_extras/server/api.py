@@ -38,9 +38,9 @@ from nanoserve_extras.server import pooling, prometheus
 from nanoserve_extras.server.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError
 from nanoserve_extras.server.errors import (
-    TOO_LONG,
     AsciiResponse,
     BadRequest,
+    TooMuch,
     add_errors,
     bad_requests,
     error_body,
@@ -170,10 +170,7 @@ class Server:
         request.cache_salt = body.cache_salt
         count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
         if body.limit() is not None and count + body.limit() > limit:
-            raise BadRequest(
-                f"this model's maximum context length is {limit} tokens, but the prompt has "
-                f"{count} and max_tokens is {body.limit()}: shorten the prompt or ask for less",
-                "max_tokens", code=TOO_LONG)
+            raise TooMuch(count, body.limit(), limit)
         if request.prompt is None and (isinstance(body, ChatBody) or getattr(body, "echo", False)):
             request.prompt = self.llm.tokenizer.decode(request.prompt_token_ids)
         return request

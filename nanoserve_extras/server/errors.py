@@ -44,6 +44,10 @@ class BadRequest(ValueError):
         self.param, self.status, self.code = param, status, code
 
 
+class TooMuch(ValueError):
+    """A prompt and max_tokens that don't fit together: how many tokens each has, and the most."""
+
+
 class AsciiResponse(JSONResponse):
     """JSON in ASCII, which can hold any text, also one that UTF-8 can't encode."""
 
@@ -133,6 +137,8 @@ def bad_requests(body: BaseModel):
         yield
     except BadRequest:
         raise
+    except TooMuch as error:
+        raise body.too_much(*error.args) from error
     except ValueError as error:
         said = str(error)
         if hasattr(body, "as_chat"):  # items are counted otherwise than a chat's messages

@@ -29,7 +29,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.frontend import vllm
-from nanoserve_extras.server.errors import BadRequest
+from nanoserve_extras.server.errors import TOO_LONG, BadRequest
 
 MAX_TOOLS, MAX_SCHEMAS = 128, 200_000  # OpenAI's number; characters of all schemas together
 # One of these in a tool's schema says what its arguments are.
@@ -97,6 +97,18 @@ class Body(Fields):
         """The most that the body can make: the places that it takes (guard.py)."""
         count = sum(len(as_prompts(getattr(self, name))) for name in self.prompts_in)
         return max(1, count) * max(1, getattr(self, "n", None) or 1)
+
+    def too_much(self, count: int, limit: int, room: int) -> BadRequest:
+        """count: the prompt's tokens. The larger of the two is to blame: by the code `TOO_LONG`,
+        and by the words that go with it, clients shorten a history, also one of a few words."""
+        field = next((name for name in ("max_completion_tokens", "max_output_tokens")
+                      if getattr(self, name, None)), "max_tokens")
+        if limit > count:
+            return BadRequest(f"{field} is {limit}, and a prompt of {count} tokens leaves room for "
+                              f"{room - count}: ask for less", field, code="invalid_value")
+        return BadRequest(
+            f"this model's maximum context length is {room} tokens, but the prompt has {count} and "
+            f"{field} is {limit}: shorten the prompt or ask for less", field, code=TOO_LONG)
 
 
 class StreamOptions(Fields):

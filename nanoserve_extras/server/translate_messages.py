@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic's rule, until Python 3.12
 
-from nanoserve_extras.server.errors import BadRequest
+from nanoserve_extras.server.errors import TOO_LONG, BadRequest
 from nanoserve_extras.server.translate import (
     AnswerPart,
     Language,
@@ -95,6 +95,11 @@ class MessagesBody(CountBody):
 
     def as_chat(self) -> dict:
         return super().as_chat() | dict(stop=self.stop_sequences)
+
+    def too_much(self, count: int, limit: int, room: int) -> BadRequest:
+        """In Anthropic's words: Claude Code reads the numbers, and asks again for less."""
+        return BadRequest("input length and `max_tokens` exceed context limit: "
+                          f"{count} + {limit} > {room}", "max_tokens", code=TOO_LONG)
 
     # ------------------------------------------------------------ its answer
 

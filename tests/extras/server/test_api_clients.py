@@ -4,6 +4,7 @@ The bodies are written down from the clients' own requests. Oracle for texts and
 `generate` of the same engine; for the shapes: OpenAI's and vLLM's documents.
 """
 
+import re
 from itertools import accumulate
 
 import pytest
@@ -169,12 +170,25 @@ def test_a_prompt_that_is_too_long_has_openais_code_and_words(server):
     """By these litellm and LangChain know that a history must be shortened."""
     limit = server.llm.config.max_model_len
     for path, fields in ((COMPLETIONS, dict(prompt="word " * 4000)),
-                         (COMPLETIONS, dict(max_tokens=limit)),
-                         (CHATS, dict(messages=[CHAT[0] | dict(content="word " * 4000)])),
-                         (CHATS, dict(max_completion_tokens=limit))):
+                         (COMPLETIONS, dict(prompt="word " * (limit - 20), max_tokens=40)),
+                         (CHATS, dict(messages=[CHAT[0] | dict(content="word " * 4000)]))):
         status, answer = server.ask(path, asked(path, **fields))
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
         assert f"this model's maximum context length is {limit} tok" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "field"), [
+    (COMPLETIONS, "max_tokens"), (CHATS, "max_tokens"), (CHATS, "max_completion_tokens")])
+def test_a_short_prompt_is_not_to_blame_for_max_tokens_that_are_too_many(server, path, field):
+    """A history of a few words must not be shortened; litellm goes by words, too."""
+    limit = server.llm.config.max_model_len
+    for asked_for in (limit, 10 * limit):
+        status, answer = server.ask(path, asked(path, **{field: asked_for}))
+        assert status == 400 and answer["error"]["param"] == field
+        assert answer["error"]["code"] == "invalid_value"
+        said = re.fullmatch(rf"{field} is {asked_for}, and a prompt of (\d+) tokens leaves room "
+                            r"for (\d+): ask for less", answer["error"]["message"])
+        assert int(said[1]) + int(said[2]) == limit
 
 
 def test_a_body_of_another_content_type_says_what_to_send(server):

@@ -246,7 +246,8 @@ def test_codex_shows_its_tools_in_groups(server):
     (MESSAGES, dict(messages=[dict(role="user", content=[5])]), "content"),
     (MESSAGES, dict(messages=[dict(role="assistant", content=[dict(type="tool_use")])]), "name"),
     (MESSAGES, dict(max_tokens=0), "max_tokens"),
-    (MESSAGES, dict(max_tokens=10 ** 6), "maximum context length"),
+    (MESSAGES, dict(max_tokens=10 ** 6), "`max_tokens` exceed context limit: 20 + 1000000 > 2048"),
+    (RESPONSES, dict(max_output_tokens=10 ** 6), "max_output_tokens is 1000000"),
 ])
 def test_what_is_wrong_is_said(server, path, wrong, said):
     right = dict(input=ASKED) if path == RESPONSES else dict(messages=TURNS[:1], max_tokens=5)
