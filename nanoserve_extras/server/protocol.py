@@ -260,10 +260,34 @@ class Tool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """The one tool that has to be called."""
+    """Which of the tools that are shown may be called."""
 
-    type: Literal["function"]
-    function: Function
+    model_config = ConfigDict(strict=True)
+    mode: Literal["auto", "required"]
+    names: list[str]
+
+
+def as_choice(one: Any) -> Any:
+    """A choice in any client's form: a word, {"type": "auto"}, a tool, or `allowed_tools`, whose
+    hosted ones have no name. A chat puts the last two one level deeper. Raises `BadRequest`."""
+    kind = one.get("type", "function") if isinstance(one, dict) else one
+    if kind in (None, "none", "auto", "required", "any"):  # Mistral's and Anthropic's "any"
+        return "required" if kind == "any" else kind
+    try:
+        given = one.get(kind, one) if kind == "allowed_tools" else dict(
+            mode="required", tools=[one])
+        names = [tool.get(tool.get("type", "function"), tool).get("name")
+                 for tool in given["tools"]]
+        return ToolChoice(mode=given.get("mode", "auto"), names=[
+            name for name in names if name is not None or kind != "allowed_tools"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadRequest("tool_choice must be none, auto, required, a tool by its name, or "
+                         f"allowed_tools with a mode and tools, got {one!r:.80}",
+                         "tool_choice") from error
+
+
+Choice = Annotated[Literal["none", "auto", "required"] | ToolChoice | None, BeforeValidator(
+    as_choice, json_schema_input_type=str | dict[str, Any] | None)]
 
 
 class Conversation(Body):
@@ -271,7 +295,7 @@ class Conversation(Body):
 
     messages: Messages
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Choice = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -298,11 +322,15 @@ class Conversation(Body):
         """The schema of the arguments of each tool that may be called, by its name."""
         if self.tool_choice == "none":
             return {}
-        named = getattr(self.tool_choice, "function", None)
+        named = getattr(self.tool_choice, "names", None)
         closed = dict(type="object", additionalProperties=False)  # for a tool without arguments
         return {one.name: one.parameters if any(map((one.parameters or {}).get, SAYS)) else closed
                 for one in (tool.function for tool in self.tools or ())
-                if named is None or one.name == named.name}
+                if named is None or one.name in named}
+
+    @property
+    def must_call(self) -> bool:
+        return getattr(self.tool_choice, "mode", self.tool_choice) == "required"
 
     @model_validator(mode="after")
     def check_tools(self) -> "Conversation":
@@ -317,9 +345,12 @@ class Conversation(Body):
         if size > MAX_SCHEMAS:
             raise BadRequest(f"tools: their parameters have {size:,} characters, and "
                              f"{MAX_SCHEMAS:,} are the most: shorten them", "tools")
-        if self.tool_choice not in (None, "none", "auto") and not self.schemas():
-            raise BadRequest("tool_choice asks for a call, but of no tool that is among tools: "
-                             f"{', '.join(names) or 'there are none'}", "tool_choice")
+        wrong = set(getattr(self.tool_choice, "names", ())) - set(names)
+        if wrong or self.must_call and not self.schemas():
+            raise BadRequest(
+                "tool_choice asks for a call, but among tools is no "
+                f"{min(wrong, default='tool')}: {', '.join(names) or 'there are none'}",
+                "tool_choice")
         return self
 
     @model_validator(mode="after")

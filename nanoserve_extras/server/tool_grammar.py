@@ -85,7 +85,7 @@ class ModelTurns:
     def params(self, body: ChatBody, params: SamplingParams, prompt: str) -> SamplingParams:
         """With the grammar that the body's tools need. Raises `ValueError`."""
         schemas, start, asked = body.schemas(), self.reader(body, prompt), params.structured_outputs
-        needed = body.tool_choice not in (None, "auto", "none")
+        needed = body.must_call
         if schemas and not self.form.open:
             raise BadRequest(self.form.why, "tools")
         if start is None:

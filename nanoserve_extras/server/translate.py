@@ -188,17 +188,15 @@ class ResponsesBody(Language):
     text: dict[str, Any] | None = None
 
     def as_chat(self) -> dict:
-        choice, reasoning = self.tool_choice, self.reasoning or {}
+        reasoning = self.reasoning or {}
         if foreign := {"enabled", "exclude", "max_tokens"} & reasoning.keys():
             raise BadRequest(f"reasoning: {min(foreign)} is not supported: say how much with effort"
                              " (none to max)", "reasoning")
-        if isinstance(choice, dict) and "function" not in choice:
-            choice = dict(type=choice.get("type"), function=dict(name=choice.get("name")))
         return dict(
             messages=joined(self.turns()), parallel_tool_calls=self.parallel_tool_calls,
             tools=[tool(one.get("type", "function") == "function", one, "parameters")
                    for one, _ in self._functions()],
-            tool_choice=choice, max_completion_tokens=self.max_output_tokens,
+            tool_choice=self.tool_choice, max_completion_tokens=self.max_output_tokens,
             response_format=form_of("text", (self.text or {}).get("format")),
             reasoning_effort=reasoning.get("effort"))
 

@@ -52,12 +52,8 @@ class CountBody(Language):
 
     def as_chat(self) -> dict:
         choice = self.tool_choice or {}
-        named = dict(type="function", function=dict(name=choice.get("name")))
-        found = dict(auto="auto", any="required", none="none", tool=named)
-        if choice and str(choice.get("type")) not in found:
-            raise BadRequest(f"tool_choice: type must be one of {', '.join(found)}", "tool_choice")
         return dict(
-            messages=joined(self.turns()), tool_choice=found.get(choice.get("type")),
+            messages=joined(self.turns()), tool_choice=self.tool_choice,
             tools=[tool(one.get("type") in (None, "custom"), one, "input_schema")
                    for one in self.tools or ()],
             response_format=form_of("output_config", (self.output_config or {}).get(

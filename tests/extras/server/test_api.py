@@ -324,7 +324,6 @@ TOOL = dict(type="function", function=dict(name="f", parameters=dict(properties=
     (COMPLETIONS, dict(max_tokens="5"), "max_tokens: Input should be a valid integer, got '5'"),
     (COMPLETIONS, dict(prompt=5), "prompt: "), (COMPLETIONS, dict(prompt=[]), "prompt: List"),
     (COMPLETIONS, dict(stop=["a", 5]), "stop.1: "),
-    (CHATS, dict(tool_choice=dict(type="function")), "tool_choice.function: Field required"),
     (CHATS, dict(tools=[dict(type="function", function={})]), "tools.0.function.name: Field requ"),
     (CHATS, dict(tools=[TOOL], response_format=dict(type="text")), "tools: llguidance refuses"),
     (CHATS, dict(response_format=dict(type="json_schema", json_schema=dict(schema=dict(

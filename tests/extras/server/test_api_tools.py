@@ -41,6 +41,31 @@ def named(name: str) -> dict:
     return dict(type="function", function=dict(name=name))
 
 
+def allowed(mode: str, *names: str) -> dict:
+    return dict(type="allowed_tools", allowed_tools=dict(mode=mode, tools=list(map(named, names))))
+
+
+# How clients of OpenAI's two languages, of Anthropic's and of Mistral's say it.
+@pytest.mark.parametrize(("choice", "must", "names"), [
+    ("any", True, "weather stop"), (dict(type="any"), True, "weather stop"),
+    (dict(type="required"), True, "weather stop"), (dict(type="auto"), False, "weather stop"),
+    (dict(type="none"), False, ""), (dict(type=None), False, "weather stop"),
+    (named("stop"), True, "stop"), (dict(function=dict(name="stop")), True, "stop"),
+    (dict(type="function", name="stop"), True, "stop"), (dict(name="stop"), True, "stop"),
+    (dict(type="tool", name="stop"), True, "stop"),
+    (dict(type="custom", name="stop"), True, "stop"),
+    (allowed("auto", "stop"), False, "stop"),
+    (allowed("required", "stop", "weather"), True, "weather stop"),
+    (dict(type="allowed_tools", mode="required", tools=[
+        dict(type="function", name="stop"), dict(type="web_search")]), True, "stop"),
+    (dict(type="allowed_tools", tools=[dict(type="mcp", server_label="x")]), False, "")])
+def test_a_choice_of_tools_is_read_in_every_form(choice, must, names):
+    body = ChatBody(**BODY, tool_choice=choice)
+    assert (body.must_call, " ".join(body.schemas())) == (must, names)
+    shown = body.template_options().get("tools", [])  # of allowed tools all are shown
+    assert len(shown) == (0 if choice == dict(type="none") else 2)
+
+
 @pytest.mark.parametrize("choice", ["required", named("stop"), named("weather")])
 def test_a_call_that_is_asked_for_is_always_valid(client, choice):
     answer = client.create(model="tested", tool_choice=choice, n=3, **BODY)
@@ -138,7 +163,12 @@ def function(**more) -> dict:
         "x", {}]))]), "tools", "tools: f: "),
     (dict(tool_choice=named("unknown")), "tool_choice", "weather, stop"),
     (dict(tool_choice="required", tools=None), "tool_choice", "there are none"),
-    (dict(tool_choice="sometimes"), "tool_choice", "required"),
+    *((dict(tool_choice=wrong), "tool_choice", "must be none, auto, required") for wrong in (
+        "sometimes", 5, ["auto"], dict(type="function"), dict(type="web_search"), dict(type=[]),
+        dict(type="allowed_tools", mode="none", tools=[]), dict(type="allowed_tools"),
+        dict(type="allowed_tools", tools=[5]), dict(type="allowed_tools", tools=[dict(name=5)]))),
+    (dict(tool_choice=allowed("auto", "stop", "unknown")), "tool_choice", "no unknown: weather"),
+    (dict(tool_choice=allowed("required")), "tool_choice", "no tool: weather, stop"),
     (dict(structured_outputs=dict(regex="a+")), "structured_outputs", "only json"),
     (dict(functions=[dict(name="f")]), "functions", "use tools"),
 ])
