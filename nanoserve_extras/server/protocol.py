@@ -22,6 +22,7 @@ The `openai` package's own types describe what OpenAI serves, and not what this 
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -36,16 +37,15 @@ MAX_TOOLS, MAX_SCHEMAS = 128, 200_000  # OpenAI's number; characters of all sche
 SAYS = ("properties", "patternProperties", "additionalProperties", "$ref", "anyOf", "oneOf",
         "allOf")
 MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chat, and vLLM's for both
+MAX_COMPARED = 20  # unknown fields that may be mistyped ones: each is compared with all names
 # What a client may not put among a template's variables: arguments of the tokenizer's method.
 NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tokenize", "padding",
                      "add_generation_prompt", "continue_final_message", "truncation", "max_length",
                      "return_tensors", "return_dict", "return_assistant_tokens_mask",
                      "tokenizer_kwargs"}
 
-# A prompt is tried as each of its forms, and a long list of one must not fail item by item as
-# another.
-TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
-Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
 Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # so many tokens of a prompt stay; -1: all that fit
 Salt = Annotated[str, Field(min_length=1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -59,6 +59,16 @@ Switch = Annotated[bool | None, BeforeValidator(  # Anthropic's and DeepSeek's `
     None if one == "" else one)]
 
 
+def fail_fast(schema: Any) -> Any:
+    """pydantic's own schema, changed so."""
+    for part in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(part, (dict, list)):
+            fail_fast(part)
+    if isinstance(schema, dict) and schema.get("type") == "list":
+        schema["fail_fast"] = True
+    return schema
+
+
 def as_prompts(prompts: Any) -> list:
     """A text, or token ids, alone is a list of one."""
     many = isinstance(prompts, list) and not isinstance(prompts[0], int)
@@ -70,18 +80,32 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Callable) -> dict:
+        """A list ends at its first wrong item. An error for each item, and that for each form which
+        a field may have, would hold the event loop for many seconds."""
+        return fail_fast(handler(source))
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_whole_numbers(cls, given: Any) -> Any:
+        """JSON has one kind of number, and some clients write 100 as 100.0."""
+        return {name: int(value) if isinstance(value, float) and value.is_integer() else value
+                for name, value in given.items()} if isinstance(given, dict) else given
+
     @model_validator(mode="after")
     def pass_over_or_refuse(self) -> "Fields":
         names = [*type(self).model_fields, *(name for field in type(self).model_fields.values()
                                              for name in getattr(field.validation_alias, "choices",
                                                                  ()))]
+        unknown = 0
         for name, value in list(self.model_extra.items()):
             row = vllm.ROWS.get(("body", name)) or vllm.ROWS.get(("SamplingParams", name))
             if name in names or value is None or (row and row.asks_for_nothing(value)):
                 del self.model_extra[name]
             elif row is not None:
                 raise BadRequest(f"{name} is not supported: {row.remedy}", name)
-            elif near := vllm.nearest(name, names):
+            elif (unknown := unknown + 1) <= MAX_COMPARED and (near := vllm.nearest(name, names)):
                 raise BadRequest(f"there is no field {name}: did you mean {near}?", name)
         return self
 
@@ -129,7 +153,7 @@ class Controls(Sampling):
     """The fields that generators share: those of `SamplingParams`, which are handed on unchanged
     and checked there, and the server's own."""
 
-    logit_bias: dict[str, float] | None = None  # JSON's keys are texts
+    logit_bias: dict[str, Any] | None = None  # JSON's keys are texts
     structured_outputs: dict[str, Any] | None = None  # vLLM's way to ask for a form
     priority: int | None = None
     cache_salt: Salt | None = None

@@ -37,7 +37,7 @@ DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"
 
 class Turn(TypedDict):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class CountBody(Language):

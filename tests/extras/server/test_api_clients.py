@@ -8,13 +8,19 @@ import re
 from itertools import accumulate
 
 import pytest
+from pydantic import ValidationError
 from serving import Serving, send
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.frontend import vllm
+from nanoserve_extras.server.pooling import ScoreBody
+from nanoserve_extras.server.protocol import ChatBody, CompletionBody
+from nanoserve_extras.server.translate_messages import MessagesBody
 
 PROMPT = "Once upon a time"
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+MANY = [None] * 10 ** 5
 # Values of vLLM's and OpenAI's own requests that ask for nothing.
 NOTHING = dict(
     best_of=1, use_beam_search=False, length_penalty=1.0, spaces_between_special_tokens=True,
@@ -189,6 +195,37 @@ def test_a_short_prompt_is_not_to_blame_for_max_tokens_that_are_too_many(server,
         said = re.fullmatch(rf"{field} is {asked_for}, and a prompt of (\d+) tokens leaves room "
                             r"for (\d+): ask for less", answer["error"]["message"])
         assert int(said[1]) + int(said[2]) == limit
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [
+    (ChatBody, dict(messages=CHAT, stop=MANY)), (ChatBody, dict(messages=MANY)),
+    (CompletionBody, dict(prompt=MANY)), (ScoreBody, dict(text_1="x", text_2=MANY)),
+    (MessagesBody, dict(max_tokens=1, messages=[dict(role="user", content=MANY)]))])
+def test_of_many_wrong_items_the_first_is_told(kind, wrong):
+    """An error for each would hold the event loop for seconds."""
+    with pytest.raises(ValidationError) as caught:
+        kind(**wrong)
+    assert caught.value.error_count() <= 4  # one for each form that the field may have
+
+
+def test_of_many_unknown_fields_the_first_are_compared(monkeypatch):
+    compared = []
+    monkeypatch.setattr(vllm, "nearest", lambda name, names: compared.append(name))
+    ChatBody(messages=CHAT, **{f"unknown{i}": 1 for i in range(1000)})
+    assert len(compared) == 20
+
+
+def test_a_whole_number_may_be_written_with_a_point(server):
+    """JSON has one kind of number, and Lua's and R's clients write 100 as 100.0."""
+    whole = dict(max_tokens=3.0, seed=5.0, top_k=2.0, n=1.0, temperature=1.0)
+    for path, plain in ((CHATS, asked(CHATS)), (COMPLETIONS, asked(COMPLETIONS))):
+        _, answer = server.ask(path, plain | whole)
+        _, expected = server.ask(path, plain | {name: int(value) for name, value in whole.items()})
+        assert answer["choices"] == expected["choices"]
+        assert answer["usage"]["completion_tokens"] == 3
+    for wrong in (2.5, float("inf"), 1e300):
+        status, answer = server.ask(CHATS, asked(CHATS, max_tokens=wrong))
+        assert status == 400 and answer["error"]["param"] == "max_tokens"
 
 
 def test_a_body_of_another_content_type_says_what_to_send(server):
