@@ -150,13 +150,16 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # no others
     bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
     logits_processors: list | None = control(None, rules.FUNCTIONS, offline=True)  # called first
+    # So many tokens of a thought, and then its closing mark: extras.thinking. -1: no limit.
+    thinking_token_budget: int | None = control(None, rules.COUNT_OR_ALL)
     structured_outputs: object = control(None, rules.ANYTHING)  # extras.structured's, or a dict
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
         rules.check_fields(self)
         self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
-        self.seed = None if self.seed == -1 else self.seed  # vLLM's other spelling
+        for name in ("seed", "thinking_token_budget"):  # -1: vLLM's other spelling
+            setattr(self, name, None if getattr(self, name) == -1 else getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: "
                              "lower the first or raise the second")

@@ -25,7 +25,8 @@ counts on the device (each 156 MB for 256 rows of 151,936 tokens). Not known her
 """
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -154,9 +155,10 @@ def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
     return banned
 
 
-# Each sequence's grammar, whose `mask` says which tokens may come next, in (ceil(vocab_size / 8),)
-# uint8; it covers the row's other constraints, too.
-Constraints = Mapping[Sequence, object]
+# Each sequence's grammar, say, whose `mask` says which tokens may come next, in
+# (ceil(vocab_size / 8),) uint8; it covers the row's other constraints, too. None: nothing new.
+# The first map that has the sequence counts.
+Constraints = ChainMap[Sequence, object]
 
 
 def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Constraints,
@@ -188,8 +190,9 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
             biased[r] = state.biased_ids
         if state.has_penalties:
             seen[r] = state.ids
-        if constraint is not None:
-            masks[r] = constraint.mask(seq, drafts, state.open_ids, bans)
+        mask = constraint and constraint.mask(seq, drafts, state.open_ids, bans)
+        if mask is not None:
+            masks[r] = mask
             continue
         if len(state.open_ids):
             open_ids[r] = state.open_ids

@@ -72,7 +72,7 @@ class RankParts:
     finish_later: Callable | None = None
     make_adapters: Callable | None = None  # (runner), called when its weights are loaded
     make_copier: Callable | None = None  # (runner), called when its cache is there
-    constraints: Constraints = field(default_factory=dict)  # rank 0's sampler reads them
+    constraints: Constraints = field(default_factory=Constraints)  # rank 0's sampler reads them
     # What a rank above 0 does when it gets a message that is no step, by its first number.
     calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
 

@@ -66,7 +66,9 @@ class CoreRequest:
         """Whether the next draw must know the values of all output tokens before."""
         params = self.params
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        return bool(params.structured_outputs is not None or params.logits_processors) or (
+        followed = (params.structured_outputs, params.thinking_token_budget,
+                    params.logits_processors or None)
+        return followed != (None, None, None) or (
             penalties != (1, 0, 0) or any(len(word) > 1 for word in self.bad_word_ids))
 
     @cached_property

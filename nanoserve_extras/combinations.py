@@ -19,6 +19,7 @@ from nanoserve_extras.pooling.pooling import Pooling
 from nanoserve_extras.quantization.quantization import Quantization
 from nanoserve_extras.recurrent.recurrent import Recurrent
 from nanoserve_extras.structured.structured import StructuredOutput
+from nanoserve_extras.thinking import ThinkingBudget
 
 
 def drafts(method: str) -> Speculation:
@@ -41,6 +42,7 @@ FEATURES: dict[str, Part] = {
     "EAGLE-3": drafts("eagle3"),
     "MTP": drafts("mtp"),
     "structured output": StructuredOutput(),
+    "a budget for thinking": ThinkingBudget(),
     "images, sounds": Multimodal(limit_mm_per_prompt={"image": 1}),
     "pooling": Pooling(),
     "new weights, sleep": NewWeights(),

@@ -62,11 +62,13 @@ IDEAS = {
     "engine_args": [],  # joins all records of options
     "foreign": ["quantization", "pooling"],
     "new_weights": ["foreign", "block_store"],
+    "thinking": ["server"],
     "layer_plan": ["new_weights"],
     "server": ["trace", "structured", "pooling", "lora", "layer_plan"],
     "tools": ["block_store", "quantization", "server"],
     "combinations": ["block_store", "drafts", "foreign", "layer_plan", "lora", "multimodal",
-                     "new_weights", "pooling", "quantization", "recurrent", "structured"],
+                     "new_weights", "pooling", "quantization", "recurrent", "structured",
+                     "thinking"],
 }
 
 # Can be read, run and tested without torch, in seconds.

@@ -175,7 +175,8 @@ def test_a_function_that_does_not_return_logits_is_named(returned):
 
 EXAMPLES = dict(presence_penalty=1, frequency_penalty=1, repetition_penalty=2, min_tokens=9,
                 logit_bias={5: 3}, allowed_token_ids=[5, 6], bad_words=["word"],
-                logits_processors=[by_count], structured_outputs={"regex": "a"})
+                logits_processors=[by_count], structured_outputs={"regex": "a"},
+                thinking_token_budget=1)
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -187,7 +188,7 @@ def test_no_control_is_accepted_and_ignored(name):
     seq.token_ids += [2]
     grammar = SimpleNamespace(mask=lambda *asked: np.array([1, 0, 0], dtype=np.uint8))
     step, batch = sampling_step([seq])
-    edits = SamplingInputs.of(step, batch, {seq: grammar} if name == "structured_outputs" else {}
-                              ).edits
+    is_mask = name in ("structured_outputs", "thinking_token_budget")
+    edits = SamplingInputs.of(step, batch, {seq: grammar} if is_mask else {}).edits
     logits = torch.arange(1.0, 1 + VOCAB_SIZE)[None]
     assert not torch.equal(edits.apply(logits.clone()), logits)

@@ -22,7 +22,8 @@ DEFAULTS = dict(
     max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None, detokenize=True,
     skip_special_tokens=True, include_stop_str_in_output=False,
     output_kind=RequestOutputKind.CUMULATIVE, logit_bias=None, allowed_token_ids=None,
-    bad_words=None, logits_processors=None, structured_outputs=None)
+    bad_words=None, logits_processors=None, thinking_token_budget=None,
+    structured_outputs=None)
 
 
 def test_the_defaults_are_the_documented_ones():
@@ -120,6 +121,7 @@ def test_keys_of_json_are_token_ids():
     (dict(logit_bias={3: 1}), 0, [], False, True, 0),
     (dict(allowed_token_ids=[3]), 0, [], False, True, 0),
     (dict(logits_processors=[max]), 0, [], True, True, 0),
+    (dict(thinking_token_budget=0), 0, [], True, True, 0),
     (dict(bad_words=["a"]), 0, [[3], [4]], False, True, 0),
     (dict(bad_words=["a"]), 0, [[3], [4, 5]], True, True, 0),
     (dict(prompt_logprobs=0), 0, [], False, False, 3),  # what follows token 3 is not the prompt's

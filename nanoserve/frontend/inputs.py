@@ -28,7 +28,7 @@ from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.frontend.messages import render_messages
 from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt, salt_of
+from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt, salt_of, template_of
 from nanoserve.frontend.request import Request
 from nanoserve.frontend.vllm import in_our_words
 
@@ -96,6 +96,7 @@ class InputProcessor:
         eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
         return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
                        bad_word_ids, self.tokenizer, lora_request, salt_of(prompt),
+                       chat_template=template_of(prompt),
                        stats=RequestStateStats(arrival_time=time.time()))
 
     def check_envelope(self, request_id: str, priority: int) -> None:
@@ -193,7 +194,7 @@ class InputProcessor:
         """`TextPrompt`, `TokensPrompt`, or both in one."""
         try:
             known = in_our_words("a prompt", "prompt", prompt,
-                                 ("prompt", "prompt_token_ids", "cache_salt"))
+                                 ("prompt", "prompt_token_ids", "cache_salt", "chat_template"))
         except TypeError:  # a key that no template takes
             known = {}
         text, ids = known.get("prompt"), known.get("prompt_token_ids")
@@ -232,7 +233,8 @@ class InputProcessor:
         text = render_messages(conversation, partial(
             tokenizer.apply_chat_template, tokenize=False, **template_options))
         # The template has written the special tokens, BOS included.
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
+                "chat_template": template_options.get("chat_template")}
 
     def _render_by_code(self, conversation: list[dict], options: dict) -> dict:
         """By Mistral's own rules (tekken.json alone), which write ids: of their text nobody could

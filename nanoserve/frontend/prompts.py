@@ -77,6 +77,11 @@ def salt_of(prompt: Prompt) -> str | None:
     return salt
 
 
+def template_of(prompt: Prompt) -> str | None:
+    """The chat template that wrote a prompt, if it was no tokenizer's own."""
+    return prompt.get("chat_template") if isinstance(prompt, dict) else None
+
+
 def encoded_prompts(encoding: UserDict) -> list[list[int]]:
     """The prompts of a `BatchEncoding`, without padding.
 

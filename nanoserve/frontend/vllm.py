@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 BEST = "ask for n samples with logprobs=0, and keep those with the largest cumulative_logprob"
-THOUGHTS = ("max_tokens bounds a thought and its answer together, and a chat says in "
+THOUGHTS = ("thinking_token_budget bounds a thought, and a chat says in "
             "chat_template_kwargs={'enable_thinking': False} that there is none")
 
 TABLE = (
@@ -137,7 +137,7 @@ TABLE = (
     Row("SamplingParams", "mirostat top_a dry_multiplier xtc_probability dynatemp_range "
         "no_repeat_ngram_size watermark watermarking repetition_detection", "use top_p, min_p or "
         "one of the three penalties"),
-    Row("SamplingParams", "thinking_token_budget thinking_budget enable_thinking thinking",
+    Row("SamplingParams", "thinking_budget enable_thinking thinking",
         THOUGHTS, (-1, {}, "")),
     Row("SamplingParams", "think reasoning", THOUGHTS, (True, {"effort": None}, {}, "")),
     Row("SamplingParams", "reasoning_effort", THOUGHTS, ("auto", "default", "")),

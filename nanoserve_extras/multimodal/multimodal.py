@@ -42,7 +42,7 @@ from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Counter, Gauge, Metric
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.progress import say
-from nanoserve.frontend.prompts import Prompt, salt_of
+from nanoserve.frontend.prompts import Prompt, salt_of, template_of
 from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import in_words
 from nanoserve.sampler import put
@@ -232,7 +232,8 @@ class MultimodalInputs(InputProcessor):
         """As for texts; raises `ValueError` for what is no image, too large, or one too many."""
         text, ids, pictures = self.see(prompt)
         request = super().process(request_id, {
-            "prompt": text, "prompt_token_ids": ids, "cache_salt": salt_of(prompt)}, *args)
+            "prompt": text, "prompt_token_ids": ids, "cache_salt": salt_of(prompt),
+            "chat_template": template_of(prompt)}, *args)
         found = request.prompt_token_ids.count(self.encoder.token_id)
         if found != (needed := sum(picture.num_tokens for picture in pictures)):
             raise ValueError(f"the prompt has {found} placeholders (token "

@@ -54,9 +54,19 @@ Effort = Annotated[  # "auto" and "default" are the template's own, as none at a
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None, BeforeValidator(
         lambda one: None if str(one).lower() in ("", "auto", "default") else one)]
 SWITCH = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
-Switch = Annotated[bool | None, BeforeValidator(  # Anthropic's and DeepSeek's `thinking`
-    lambda one: SWITCH.get(str(one.get("type")), one or None) if isinstance(one, dict) else
-    None if one == "" else one)]
+
+
+class Thinking(BaseModel):
+    """Anthropic's and DeepSeek's `thinking`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+Switch = Annotated[Thinking | None, BeforeValidator(
+    lambda one: dict(type="enabled" if one else "disabled") if isinstance(one, bool) else
+    one or None)]
 
 
 def fail_fast(schema: Any) -> Any:
@@ -330,7 +340,8 @@ class Conversation(Body):
         """What the chat template gets beside the messages. As in vLLM an effort asks for thoughts,
         because there are templates that begin none by themselves. Their switch has two names."""
         effort, given = self.reasoning_effort, self.chat_template_kwargs or {}
-        switch = given.get("enable_thinking", given.get("thinking", self.thinking))
+        switch = given.get("enable_thinking", given.get(
+            "thinking", self.thinking and SWITCH[self.thinking.type]))
         if switch is None and effort:
             switch = effort != "none"
         asked = dict(reasoning_effort=effort, enable_thinking=switch, thinking=switch)

@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from os.path import commonprefix
+from typing import Any
 
 from nanoserve_extras.server.tools import ID, JSON, NAME, TurnFormat, loose
 
@@ -55,6 +56,16 @@ def derive(render: Callable[..., str], end_texts: list[str]) -> TurnFormat:
     except ValueError as error:
         found.open, found.why = "", f"tools can't be used with this chat template: {error}"
     return found
+
+
+def format_of(llm: Any, chat_template: str | None = None) -> TurnFormat:
+    """The format of an engine's chat template, or of one in its place."""
+    given = {} if chat_template is None else {"chat_template": chat_template}
+    ends = [llm.tokenizer.decode([token_id]) for token_id in {
+        *llm.model_config.eos_token_ids, llm.tokenizer.eos_token_id} - {None}
+        if token_id < llm.model_config.vocab_size]
+    return derive(lambda chat, **more: llm.inputs.render_chat(
+        chat, **given, **more)["prompt"], ends)
 
 
 class TemplateProbe:

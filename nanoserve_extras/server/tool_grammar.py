@@ -35,7 +35,7 @@ from nanoserve.config import SamplingParams
 from nanoserve.llm import LLM
 from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import ChatBody
-from nanoserve_extras.server.tool_format import derive
+from nanoserve_extras.server.tool_format import format_of
 from nanoserve_extras.server.tools import (
     ID,
     ID_PART,
@@ -61,15 +61,10 @@ class ModelTurns:
 
     def __init__(self, llm: LLM, chat_template: str | None = None):
         tokenizer = llm.tokenizer
-        options = {} if chat_template is None else {"chat_template": chat_template}
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
             self.form = TurnFormat("", why="tools need a chat template, and the tokenizer has none")
             return
-        ends = [tokenizer.decode([token_id]) for token_id in {
-            *llm.model_config.eos_token_ids, tokenizer.eos_token_id} - {None}
-            if token_id < llm.model_config.vocab_size]
-        self.form = apart(tokenizer, lambda: derive(lambda chat, **more: llm.inputs.render_chat(
-            chat, **options, **more)["prompt"], ends))
+        self.form = apart(tokenizer, lambda: format_of(llm, chat_template))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {one.content: token_id for token_id, one in added.items()
                         if one.special or re.fullmatch("<.+>", one.content)}  # as llguidance does
@@ -90,6 +85,9 @@ class ModelTurns:
             raise BadRequest(self.form.why, "tools")
         if start is None:
             return params
+        budget = body.thinking and body.thinking.budget_tokens  # no matter where nothing thinks
+        if self.form.thought and budget is not None and params.thinking_token_budget is None:
+            params = replace(params, thinking_token_budget=budget)
         if any(token in text for text in self.form.literals for token in self.special):
             params = replace(params, skip_special_tokens=False)
         if asked is None and not needed:

@@ -23,7 +23,7 @@ from uuid import uuid4
 from pydantic import Field
 
 from nanoserve_extras.server.errors import BadRequest
-from nanoserve_extras.server.protocol import Controls, Switch
+from nanoserve_extras.server.protocol import SWITCH, Controls, Switch
 
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
 NEEDED = {"message": "content", "function_call_output": "output"}  # an item must have it
@@ -66,7 +66,9 @@ class Language(Controls):
         except (AttributeError, KeyError, TypeError) as error:
             raise BadRequest("a part of the body has another shape than it must have: "
                              f"{error!s:.200}") from error
-        switch = {} if self.thinking is None else dict(enable_thinking=self.thinking)
+        is_on = self.thinking and SWITCH[self.thinking.type]
+        switch = {} if is_on is None else dict(enable_thinking=is_on)
+        given["thinking"] = self.thinking
         variables = (self.chat_template_kwargs or {}) | switch
         return given | own | dict(stream_options=options, chat_template_kwargs=variables)
 
@@ -175,6 +177,10 @@ def tool(is_function: bool, one: dict, schema: str) -> dict:
 # -------------------------------------------------------------------- Responses
 
 
+# What an effort leaves of max_output_tokens for a thought, as OpenRouter counts it.
+SHARES = dict(minimal=0.1, low=0.2, medium=0.5, high=0.8, xhigh=0.95, max=0.95)
+
+
 class ResponsesBody(Language):
     """`POST /v1/responses`."""
 
@@ -189,16 +195,23 @@ class ResponsesBody(Language):
 
     def as_chat(self) -> dict:
         reasoning = self.reasoning or {}
-        if foreign := {"enabled", "exclude", "max_tokens"} & reasoning.keys():
+        if foreign := {"enabled", "exclude"} & reasoning.keys():
             raise BadRequest(f"reasoning: {min(foreign)} is not supported: say how much with effort"
-                             " (none to max)", "reasoning")
+                             " (none to max) or max_tokens", "reasoning")
+        share, budget = SHARES.get(str(reasoning.get("effort"))), reasoning.get("max_tokens")
+        if budget is None and share and self.max_output_tokens:
+            budget = int(share * self.max_output_tokens)
+        if budget is not None and (type(budget) is not int or budget < 0):
+            raise BadRequest("reasoning: max_tokens must be a whole number of at least 0, got "
+                             f"{budget!r:.80}", "reasoning")
         return dict(
             messages=joined(self.turns()), parallel_tool_calls=self.parallel_tool_calls,
             tools=[tool(one.get("type", "function") == "function", one, "parameters")
                    for one, _ in self._functions()],
             tool_choice=self.tool_choice, max_completion_tokens=self.max_output_tokens,
             response_format=form_of("text", (self.text or {}).get("format")),
-            reasoning_effort=reasoning.get("effort"))
+            reasoning_effort=reasoning.get("effort"),
+            thinking=None if budget is None else dict(type="auto", budget_tokens=budget))
 
     def _functions(self) -> list[tuple[dict, str | None]]:
         """Each with its namespace: Codex shows its tools in groups."""

@@ -8,8 +8,6 @@
 A block of a result is a chat's message with the role "tool", and a user's turn may hold several of
 them and texts; a turn of the assistant with several calls is one message. Tokens that the prefix
 cache had are counted apart from the other ones of the prompt.
-
-Known limit: a budget of tokens for a thought is not kept to.
 """
 
 import json

@@ -25,6 +25,7 @@ import math
 import re
 import warnings
 import weakref
+from collections import ChainMap
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
@@ -236,7 +237,7 @@ def refusal(schema: str) -> str:
     except ValueError as error:
         return str(error)
     matcher = _library().LLMatcher
-    return matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
+    return " ".join(matcher.validate_grammar(matcher.grammar_from_json_schema(schema)).split())
 
 
 def _to_lark(grammar: str) -> str:
@@ -375,7 +376,8 @@ class StructuredOutput(Extra):
 
     def prepare(self, plan: Plan) -> Plan:
         self.tokenizer, self.vocab_size = plan.tokenizer, plan.model_config.vocab_size
-        return replace(plan, parts=replace(plan.parts, constraints=self.constraints))
+        return replace(plan, parts=replace(plan.parts, constraints=ChainMap(
+            *plan.parts.constraints.maps, self.constraints)))
 
     def attach(self, engine: LLMEngine) -> None:
         self.num_drafts = engine.runner.parts.num_drafts

@@ -36,8 +36,8 @@ OPTIONS = {
         method="ngram", num_speculative_tokens=3)),
     "drafts by a model": dict(speculative_config=dict(
         method="draft_model", num_speculative_tokens=3)),
-    "EAGLE-3": None, "MTP": None, "structured output": {}, "images, sounds": None,
-    "pooling": dict(runner="pooling"), "new weights, sleep": {}}
+    "EAGLE-3": None, "MTP": None, "structured output": {}, "a budget for thinking": None,
+    "images, sounds": None, "pooling": dict(runner="pooling"), "new weights, sleep": {}}
 SOURCES = {
     "own dense": lambda folder, ours: ours["qwen3"],
     "own mixture": lambda folder, ours: ours["qwen3-moe"],

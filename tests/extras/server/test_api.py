@@ -33,7 +33,7 @@ NOT_SERVED = [
     ("think", False, "in chat_template_kwargs", [""]),
     ("reasoning", {"enabled": False}, "in chat_template_kwargs", [{}]),
     ("extra_body", {"top_k": 1}, "into the body itself", [{}]),
-    ("thinking_token_budget", 9, "enable_thinking", [-1]),
+    ("thinking_budget", 9, "thinking_token_budget bounds", [-1]),
     ("truncation_side", "right", "end stays", ["left"]),
     ("repetition_detection", {"min_count": 3}, "penalties", [{}]),
     ("web_search_options", {"a": 1}, "leave it out", []),
@@ -325,7 +325,7 @@ TOOL = dict(type="function", function=dict(name="f", parameters=dict(properties=
     (COMPLETIONS, dict(prompt=5), "prompt: "), (COMPLETIONS, dict(prompt=[]), "prompt: List"),
     (COMPLETIONS, dict(stop=["a", 5]), "stop.1: "),
     (CHATS, dict(tools=[dict(type="function", function={})]), "tools.0.function.name: Field requ"),
-    (CHATS, dict(tools=[TOOL], response_format=dict(type="text")), "tools: llguidance refuses"),
+    (CHATS, dict(tools=[TOOL], tool_choice="required"), "tools: f: "),
     (CHATS, dict(response_format=dict(type="json_schema", json_schema=dict(schema=dict(
         minimum=None)))), "response_format: llguidance refuses this: Expected f64")])
 def test_the_place_of_what_is_wrong_is_told(server, path, fields, said):

@@ -135,3 +135,40 @@ def test_a_switch_of_thoughts_is_translated_or_refused(server, switch):
     asked = switch not in NOTHING
     assert first == (400 if switch in REFUSED else not_thinking if asked else thinks)
     assert set(others) <= ({not_thinking, 400} if asked else {thinks})
+
+
+TOOLS = [dict(type="function", function=dict(name="f", parameters=dict(
+    properties=dict(x=dict(type="string")))))]
+
+
+def test_a_budget_ends_a_thought_in_each_language(server):
+    """Tokens of the thought alone are counted: "hm" is two of its five. A tool brings a grammar,
+    and what is said behind the thought is the model's own."""
+    for more in (dict(thinking_token_budget=2), dict(thinking=dict(type="enabled", budget_tokens=2))
+                 ) + (dict(thinking_token_budget=2, tools=TOOLS),):
+        _, answer = server.ask(CHATS, dict(messages=CHAT, temperature=0) | more)
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"].strip(), message["content"]) == ("hm", "ANSWrt;Z")
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
+        told = [piece["choices"][0]["delta"] for piece in server.events(
+            CHATS, dict(messages=CHAT, temperature=0) | more)]
+        assert "".join(one.get("reasoning_content") or "" for one in told).strip() == "hm"
+        assert "".join(one.get("content") or "" for one in told) == "ANSWrt;Z"
+    for reasoning, thought in ((dict(max_tokens=2), "hm"), (dict(effort="minimal"), "hm"),
+                               (dict(effort="high"), "hmQ:x"), (dict(max_tokens=0), "")):
+        _, answer = server.ask(RESPONSES, dict(input="hi", temperature=0, max_output_tokens=20,
+                                               reasoning=reasoning))
+        *thoughts, said = answer["output"]
+        assert "".join(one["content"][0]["text"] for one in thoughts) == thought
+        assert said["content"][0]["text"] == "ANSWrt;Z"
+    _, answer = server.ask(MESSAGES, dict(messages=CHAT, temperature=0, max_tokens=40,
+                                          thinking=dict(type="enabled", budget_tokens=3)))
+    thought, said = answer["content"]
+    assert (thought["thinking"], said["text"]) == ("hmQ", "ANSWrt;Z")
+    for path, more, field in ((RESPONSES, dict(input="hi", reasoning=dict(max_tokens="2")),
+                               "reasoning"),
+                              (CHATS, dict(messages=CHAT, thinking_token_budget=2,
+                                           structured_outputs=dict(regex="a")),
+                               "thinking_token_budget")):
+        status, answer = server.ask(path, more)
+        assert (status, answer["error"]["param"]) == (400, field)

@@ -1,0 +1,171 @@
+"""A budget for thinking: behind so many tokens of a thought its closing mark is written.
+
+    <think> so the first two </think> ...      the model's own thought, five tokens long
+    <think> so the first </think> ...          thinking_token_budget=3
+
+The marks are those of the chat template that wrote the prompt (server/tool_format.py); a thought
+begins with the prompt, or where the model writes its mark. At the budget's end the next token may
+be the closing mark's alone, one after the other, and the model goes on behind it.
+
+Invariant: whether a token is forced follows from the tokens before it, drafts included, and not
+from the step. So drafts, preemption and other requests change no text.
+
+A grammar goes first: the mark is forced where the grammar has a place for it, as those of tools and
+forms of a chat have. Known limit: a character of several tokens may be cut by the mark.
+"""
+
+import weakref
+from collections import ChainMap
+from copy import copy
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
+from nanoserve.frontend.facts import Fact
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.request import Request
+from nanoserve.sequence import Sequence, Step
+
+
+class Thought:
+    """How far one sequence has got in its thought.
+
+    most: its budget. marks: the texts in front of and behind it; closing: the second one's tokens.
+    """
+
+    def __init__(self, extra: "ThinkingBudget", most: int, marks: tuple[str, str],
+                 closing: list[int], is_begun: bool):
+        self.extra, self.most, self.marks, self.closing = extra, most, marks, closing
+        self.is_begun, self.is_over = is_begun, False
+        self.num_read = self.start = 0  # start: the place of its first token
+
+    def begin(self, num_prompt_tokens: int) -> "Thought":
+        """For one of the request's samples."""
+        one = copy(self)
+        one.num_read = one.start = num_prompt_tokens
+        return one
+
+    def read(self, ids: list[int]) -> "Thought":
+        """Look for the marks in tokens that are new."""
+        while self.num_read < len(ids) and not self.is_over:
+            self.num_read += 1
+            if self.is_begun:
+                self.is_over = self._ends(self.marks[1], ids)
+            elif self._ends(self.marks[0], ids):
+                self.is_begun, self.start = True, self.num_read
+        return self
+
+    def _ends(self, mark: str, ids: list[int]) -> bool:
+        """Whether the last token that was read completes the mark."""
+        end = self.num_read
+        last = self.extra.text_of(ids[end - 1])
+        if mark[-1] not in last and "\ufffd" not in last:
+            return False
+        begin = max(self.start, end - len(mark.encode()))
+        return mark in self.extra.tokenizer.decode(ids[begin:end])
+
+    def num_over(self, num_tokens: int) -> int:
+        """How many of the sequence's tokens are beyond the budget; negative: so many may come."""
+        is_on = self.is_begun and not self.is_over
+        return num_tokens - self.start - self.most if is_on else -1
+
+    def mask(self, seq: Sequence, drafts: list[int], allowed: np.ndarray, banned: list[int],
+             ) -> np.ndarray | None:
+        """As a grammar's (structured/structured.py); None: all that the request allows."""
+        grammar, ids = self.extra.others.get(seq), [*seq.token_ids, *drafts]
+        mask = None if grammar is None else grammar.mask(seq, drafts, allowed, banned)
+        here = copy(self).read(ids)
+        if here.num_over(len(ids)) < 0:
+            return mask
+        # So much of the mark has been written, by the model itself perhaps.
+        done = max(n for n in range(min(len(ids) - here.start, len(self.closing) - 1) + 1)
+                   if ids[len(ids) - n:] == self.closing[:n])
+        byte, bit = divmod(self.closing[done], 8)
+        if mask is not None and not mask[byte] >> bit & 1:
+            return mask
+        forced = np.zeros(-(-self.extra.vocab_size // 8), dtype=np.uint8)
+        forced[byte] = 1 << bit
+        return forced
+
+
+class ThinkingBudget(Extra):
+    """Keeps `SamplingParams.thinking_token_budget`."""
+
+    name = "thinking_token_budget"
+    needs = frozenset([Fact.GENERATES])
+    takes = ("thinking_token_budget",)
+
+    def __init__(self):
+        super().__init__()
+        self.asked: WeakKeyDictionary[Request, Thought] = WeakKeyDictionary()  # of new requests
+        self.thoughts: dict[Sequence, Thought] = {}
+        self.due: dict[Sequence, Thought] = {}  # may meet their budget's end in the next step
+        self.form_of = lru_cache(maxsize=8)(self._form_of)
+        self.text_of = lru_cache(maxsize=2 ** 16)(lambda id_: self.tokenizer.decode([id_]))
+
+    def prepare(self, plan: Plan) -> Plan:
+        self.tokenizer, self.vocab_size = plan.tokenizer, plan.model_config.vocab_size
+        return replace(plan, parts=replace(
+            plan.parts, constraints=plan.parts.constraints.new_child(self.due)))
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
+        self.others = ChainMap(*(one for one in engine.runner.parts.constraints.maps
+                                 if one is not self.due))
+
+    def _form_of(self, template: str | None) -> Any:
+        """What stands around a template's thoughts; None: the tokenizer has no template."""
+        from nanoserve_extras.server.tool_format import format_of  # here: it may be deleted
+        known = template or getattr(self.tokenizer, "chat_template", None)
+        return format_of(self.engine, template) if known else None
+
+    def check(self, request: Request) -> None:
+        """Find the marks. Raises `ValueError` where there are none."""
+        most, form = request.params.thinking_token_budget, None
+        if most is None:
+            return
+        if self.tokenizer is not None:
+            form = self.form_of(request.chat_template)
+        if not (form and form.thought):
+            raise ValueError(f"thinking_token_budget={most}: no chat template says what stands "
+                             "behind a thought: leave it out")
+        prompt = request.prompt or self.tokenizer.decode(request.prompt_token_ids)
+        reader = form.reader({}, prompt)
+        if not reader.may_think:
+            return  # the prompt has ended the thought
+        asked = request.params.structured_outputs
+        if asked is not None and not (asked.get("grammar") if isinstance(asked, dict) else
+                                      asked.grammar):
+            raise ValueError(f"thinking_token_budget={most}: a text in the form of "
+                             "structured_outputs begins without a thought: leave one of them out")
+        closing = self.tokenizer.encode(form.thought, add_special_tokens=False)
+        if form.thought not in self.tokenizer.decode(closing) or max(closing) >= self.vocab_size:
+            raise ValueError(f"thinking_token_budget={most}: the model has no tokens for "
+                             f"{form.thought!r}, which ends a thought: leave it out")
+        self.asked[request] = Thought(self, most, (form.think, form.thought), closing,
+                                      is_begun=reader.state == "thinks")
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
+        thought = self.asked.pop(self.engine.requests[sequences[0].request.request_id], None)
+        if thought is not None:
+            self.thoughts |= {seq: thought.begin(seq.num_prompt_tokens) for seq in sequences}
+
+    def scheduled(self, step: Step) -> None:
+        self.due.clear()
+        for seq in step.sampling if self.thoughts else ():
+            if seq in self.thoughts:
+                thought = self.thoughts[seq].read(seq.token_ids)
+                num_drafts = len(step.drafts.get(seq, ()))
+                begins = not thought.is_begun and num_drafts > thought.most  # and ends, perhaps
+                if begins or thought.num_over(len(seq.token_ids) + num_drafts) >= 0:
+                    self.due[seq] = thought
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            self.thoughts.pop(seq, None)
