@@ -54,14 +54,16 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 i
 # By `table_line` and phase, for heads of 256 bytes (128 in bf16); for others see `_tiles`.
 # Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. A program
 # that loads two tiles of 64 keys ahead needs 64 KB: an A100's multiprocessor has room for two. One
-# tile ahead needs 32 KB, and with twice as many programs an H200 reads 64 rows of 2,048 keys at 99%
-# of its copy's speed, where it reached 86%.
+# tile ahead needs 32 KB, and with more programs an H200 reads 64 rows of 2,048 keys at 99% of its
+# copy's speed, where it reached 86%. Split rows are few programs, which load two tiles ahead.
 # Prefill is bound by flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, wgmma's least;
 # with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
 LAUNCHES = {
     ("sm_80", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("sm_80", "split"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
     ("sm_80", "prefill"): dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3),
     ("sm_90", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2),
+    ("sm_90", "split"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
     ("sm_90", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
 }
 SPLIT_PROGRAMS = 2  # a multiprocessor, worth starting: with 4, an H200 took a fifth longer
@@ -96,7 +98,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
             batch.seq_lens, batch.cu_seqlens_q, num_decodes, num_rows, batch.block_tables.stride(0),
             scale * LOG2E.value, *q.stride()[:2], *k_cache.stride()[:3], *out.stride()[-3:-1],
             out.stride(0), GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            WINDOW=window or 0, SOFTCAP=softcap or 0.0, DECODE=phase == "decode",
+            WINDOW=window or 0, SOFTCAP=softcap or 0.0, DECODE=phase != "prefill",
             MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **tiles(phase), **FMA)
 
     if num_decodes > 0:
@@ -106,7 +108,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         else:  # each split gives a weighted sum, its highest score and its sum of weights
             shape, on = (splits, num_decodes, num_heads), dict(dtype=torch.float32, device=q.device)
             sums, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
-            launch("decode", num_decodes, splits, sums, stats)
+            launch("split", num_decodes, splits, sums, stats)
             _combine_kernel[num_heads, num_decodes](
                 sums, stats, out, splits, *out.stride()[:2], HEAD_DIM=head_dim,
                 MAX_SPLITS=MAX_SPLITS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, **FMA)

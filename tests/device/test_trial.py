@@ -234,6 +234,18 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(dummy, tr
     assert names == ("argmax", "draw", "floors") and "draw fails (illegal)" in said
 
 
+def test_a_gpu_is_known_by_what_every_torch_says_of_it(monkeypatch):
+    """By public names alone: a private one was gone in torch 2.11, and no engine started."""
+    pytest.importorskip("triton")
+    from nanoserve.device import kernels
+
+    about = [("get_device_name", "a card"), ("get_device_capability", (9, 0))]
+    for name, value in about:
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    machine = trial.machine_of(kernels, torch.device("cuda"))
+    assert {torch.__version__, *(value for _, value in about)} <= {*machine}
+
+
 def test_the_specification_is_not_tried(dummy, trusted, monkeypatch):
     monkeypatch.setattr(trial, "trials", None)
     for kernels in ("torch", "triton"):  # in the interpreter
