@@ -231,6 +231,10 @@ def find_separator(architecture: str, kind: str, tokenizer) -> int | None:
     if not any(types):
         return None
     first = ids.index(ids[types.index(1) - 1])
+    if ids[first] in tokenizer("a", add_special_tokens=False)["input_ids"]:  # the text's own end
+        if says:
+            raise refusal(architecture, "its tokenizer gives a pair token types and no separator")
+        return None
     if types != [int(i > first) for i in range(len(ids))]:
         raise refusal(architecture, f"its tokenizer's token types are {types} for {ids}")
     return ids[first]

@@ -169,6 +169,27 @@ def test_tokens_have_types_where_their_tokenizer_makes_them(tmp_path, kind, temp
                      [x if plain else x.sigmoid() for x in expected])
 
 
+@pytest.mark.parametrize("names", [None, ["input_ids", "token_type_ids"]])
+def test_a_letter_is_no_separator(tmp_path, names):
+    """A tokenizer without a template joins a pair's texts without one, and by itself gives them no
+    types: then all are 0, also behind the "a" that stands between the two of a trial."""
+    folder = make("bert", tmp_path / "bert", AutoModelForSequenceClassification, num_labels=1)
+    if names:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(
+            config | dict(model_input_names=names)))
+        with pytest.raises(ValueError, match="no separator"):
+            start(folder)
+        return
+    text = "says the king, and goes away"
+    ids = AutoTokenizer.from_pretrained(folder)("where", text)["input_ids"]
+    with start(folder) as llm:
+        (output,) = llm.score("where", text, use_tqdm=False)
+    assert output.prompt_token_ids == ids
+    (expected,) = classes_of(folder, [ids])
+    assert output.outputs.score == pytest.approx(float(expected.sigmoid()), abs=1e-5)
+
+
 @pytest.mark.parametrize("padding", [0, 1, 3, 12, 200])
 @pytest.mark.parametrize("kind", ["roberta", "xlm-roberta", "camembert"])
 def test_any_id_may_be_the_paddings(tmp_path, kind, padding):
