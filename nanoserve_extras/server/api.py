@@ -264,7 +264,8 @@ class Server:
     # ------------------------------------------------------ what the server is
 
     async def models(self):
-        return dict(object="list", data=[
+        """Codex reads `models`, whose instructions would replace its own: it gets none."""
+        return dict(object="list", models=[], data=[
             self._card(name) for name in (*self.names, *self.lora_requests)])
 
     async def model(self, name: str):

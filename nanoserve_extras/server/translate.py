@@ -16,17 +16,24 @@ new field of a chat.
 
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Annotated, Any
 from uuid import uuid4
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import SWITCH, Controls, Switch
 
+FUNCTIONS = None, "function", "custom", "namespace"  # other types of tools a provider hosts
+ADDED = "additional_tools"  # Codex's item
+ONE_TEXT = dict(type="object", properties=dict(input=dict(type="string")), required=["input"],
+                additionalProperties=False)
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
-NEEDED = {"message": "content", "function_call_output": "output"}  # an item must have it
+NEEDED = {"message": "content", "function_call": "name", "function_call_output": "output",
+          "custom_tool_call": "name", "custom_tool_call_output": "output"}  # an item must have it
 
 
 @dataclass
@@ -54,8 +61,20 @@ class Language(Controls):
     """A body that becomes a chat's, and an answer in the same language. It may have vLLM's fields
     of a chat, but those for which there is no place in the answer."""
 
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: Switch = None
+
+    @model_validator(mode="after")
+    def pass_over_hosted(self) -> "Language":
+        """Tools that a provider hosts go to the fields that nobody knows: said once, or refused."""
+        given, self.tools = self.tools or [], []
+        for one in given:
+            if one.get("type") in FUNCTIONS:
+                self.tools.append(one)
+            else:
+                self.model_extra[f"tools: {one['type']}"] = one
+        return self
 
     def chat(self) -> dict:
         """The fields of a `ChatBody`. Raises `BadRequest`."""
@@ -163,15 +182,21 @@ def called(id_: Any, name: Any, arguments: Any) -> list[dict]:
     return [dict(id=id_, type="function", function=dict(name=name, arguments=arguments))]
 
 
-def tool(is_function: bool, one: dict, schema: str) -> dict:
-    """A chat's tool. schema: the key of its parameters."""
-    if not is_function:
-        raise BadRequest(f"tools: {one.get('type')!r:.80} is no function with a schema: leave out "
-                         "what a provider hosts, and give the rest as functions", "tools")
-    shown = dict(name=one.get("name"), description=one.get("description"),
-                 parameters=one.get(schema))
+def tool(one: dict, parameters: Any) -> dict:
+    """A chat's. A custom tool is a function of one text, and its grammar, if any, is only shown."""
+    said, form = one.get("description"), one.get("format") or {}
+    if "definition" in form:
+        said = f"{said}\nThe grammar of its input ({form.get('syntax')}):\n{form['definition']}"
+    shown = dict(name=one.get("name"), description=said, parameters=parameters)
     return dict(type="function", function={
         key: value for key, value in shown.items() if value is not None})
+
+
+def one_text(arguments: str) -> str:
+    """A custom tool's input. Arguments that max_tokens has cut stay as they are."""
+    with suppress(KeyError, TypeError, ValueError):
+        return str(json.loads(arguments)["input"])
+    return arguments
 
 
 # -------------------------------------------------------------------- Responses
@@ -186,15 +211,19 @@ class ResponsesBody(Language):
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
 
     def as_chat(self) -> dict:
         reasoning = self.reasoning or {}
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise BadRequest("include: answers here have no place for logprobs: use "
+                             "/v1/chat/completions", "include")
         if foreign := {"enabled", "exclude"} & reasoning.keys():
             raise BadRequest(f"reasoning: {min(foreign)} is not supported: say how much with effort"
                              " (none to max) or max_tokens", "reasoning")
@@ -206,7 +235,7 @@ class ResponsesBody(Language):
                              f"{budget!r:.80}", "reasoning")
         return dict(
             messages=joined(self.turns()), parallel_tool_calls=self.parallel_tool_calls,
-            tools=[tool(one.get("type", "function") == "function", one, "parameters")
+            tools=[tool(one, ONE_TEXT if one.get("type") == "custom" else one.get("parameters"))
                    for one, _ in self._functions()],
             tool_choice=self.tool_choice, max_completion_tokens=self.max_output_tokens,
             response_format=form_of("text", (self.text or {}).get("format")),
@@ -214,26 +243,33 @@ class ResponsesBody(Language):
             thinking=None if budget is None else dict(type="auto", budget_tokens=budget))
 
     def _functions(self) -> list[tuple[dict, str | None]]:
-        """Each with its namespace: Codex shows its tools in groups."""
-        return [(one, group["name"] if one is not group else None) for group in self.tools or ()
+        """Each with its namespace: Codex shows its tools in groups, and some in an item."""
+        added = [item["tools"] for item in self._items() if item.get("type") == ADDED]
+        return [(one, group["name"] if one is not group else None)
+                for group in chain(self.tools, *added)
                 for one in (group.get("tools", ()) if group.get("type") == "namespace"
-                            else [group])]
+                            else [group]) if one.get("type") in FUNCTIONS]
+
+    def _items(self) -> list[dict]:
+        given = self.input
+        return [dict(role="user", content=given)] if isinstance(given, str) else given
 
     def turns(self) -> Iterator[dict]:
         if self.instructions:
             yield dict(role="system", content=self.instructions)
-        items = self.input
-        for item in [dict(role="user", content=items)] if isinstance(items, str) else items:
-            kind = item.get("type", "message")
-            if (field := NEEDED.get(str(kind))) and item.get(field) is None:
+        for item in self._items():
+            kind = str(item.get("type", "message"))
+            if (field := NEEDED.get(kind)) and item.get(field) is None:
                 raise BadRequest(f"input: an item of type {kind!r} needs {field}, got {item!r:.80}",
                                  "input")
             if kind == "message":
                 yield dict(role=item.get("role"), content=texts(item.get("content")))
-            elif kind == "function_call":
+            elif kind in NEEDED and kind.endswith("_call"):
+                given = item.get("arguments") if kind == "function_call" else dict(
+                    input=item.get("input"))
                 yield dict(role="assistant", content=[], tool_calls=called(
-                    item.get("call_id"), item.get("name"), item.get("arguments")))
-            elif kind == "function_call_output":
+                    item.get("call_id"), item.get("name"), given))
+            elif kind in NEEDED:
                 yield dict(role="tool", tool_call_id=item.get("call_id"),
                            content=texts(item.get("output")))
             elif kind == "reasoning":
@@ -244,7 +280,7 @@ class ResponsesBody(Language):
                                      f"got {thought!r:.80}", "input")
                 yield dict(role="assistant", content=[], reasoning_content="".join(
                     one.get("text", "") for one in thought))
-            else:
+            elif not kind.endswith("_call") and kind != ADDED:  # a provider's call is in its words
                 raise BadRequest(f"input: an item of type {kind!r:.80} is not supported, because "
                                  "nothing is kept or hosted here: send its text", "input")
 
@@ -259,8 +295,9 @@ class ResponsesBody(Language):
             id=f"resp_{name}", object="response", created_at=chat["created"], status=status,
             error=None, model=chat["model"], output=[self._item(part, status) for part in parts],
             incomplete_details=dict(reason="max_output_tokens") if cut else None,
-            instructions=self.instructions, tools=self.tools or [], metadata={}, store=False,
-            tool_choice=self.tool_choice or "auto", temperature=self.temperature, top_p=self.top_p,
+            instructions=self.instructions, tools=self.tools, store=False,
+            metadata=self.metadata or {}, tool_choice=self.tool_choice or "auto",
+            temperature=self.temperature, top_p=self.top_p,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             text=self.text or dict(format=dict(type="text")), reasoning=self.reasoning,
             usage=usage and dict(
@@ -277,10 +314,12 @@ class ResponsesBody(Language):
         if part.kind == "said":
             return dict(type="message", id=f"msg_{part.id}", role="assistant", status=status,
                         content=content)
-        where = {one.get("name"): group for one, group in self._functions() if group}
-        group = dict(namespace=where[part.name]) if part.name in where else {}
-        return dict(type="function_call", id=f"fc_{part.id}", call_id=part.id, name=part.name,
-                    arguments=part.text, status=status, **group)
+        where = {one.get("name"): (one.get("type"), group) for one, group in self._functions()}
+        kind, group = where.get(part.name, (None, None))
+        own = dict(type="custom_tool_call", input=one_text(part.text)) if kind == "custom" else \
+            dict(type="function_call", arguments=part.text)
+        return own | dict(id=f"fc_{part.id}", call_id=part.id, name=part.name, status=status,
+                          **(dict(namespace=group) if group else {}))
 
     def _content(self, part: AnswerPart) -> dict:
         if part.kind == "thought":
@@ -308,12 +347,18 @@ class ResponsesBody(Language):
         return [item, self._at(part, "content_part.added", part=self._content(part))]
 
     def grown(self, part: AnswerPart, text: str) -> list[dict]:
+        if "input" in self._item(part):
+            return []  # it is told when it is whole
         return [self._at(part, f"{WRITTEN[part.kind]}.delta", delta=text)]
 
     def ended(self, part: AnswerPart) -> list[dict]:
         done = f"{WRITTEN[part.kind]}.done"
         item = dict(type="response.output_item.done", output_index=part.index,
                     item=self._item(part))
+        if "input" in item["item"]:
+            done, text = "custom_tool_call_input", item["item"]["input"]
+            return [self._at(part, f"{done}.delta", delta=text),
+                    self._at(part, f"{done}.done", input=text), item]
         if part.kind == "call":
             return [self._at(part, done, arguments=part.text, name=part.name), item]
         return [self._at(part, done, text=part.text),

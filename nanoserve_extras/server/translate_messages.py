@@ -43,7 +43,6 @@ class CountBody(Language):
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # older clients say it here
@@ -52,8 +51,7 @@ class CountBody(Language):
         choice = self.tool_choice or {}
         return dict(
             messages=joined(self.turns()), tool_choice=self.tool_choice,
-            tools=[tool(one.get("type") in (None, "custom"), one, "input_schema")
-                   for one in self.tools or ()],
+            tools=[tool(one, one.get("input_schema")) for one in self.tools],
             response_format=form_of("output_config", (self.output_config or {}).get(
                 "format", self.output_format)),
             parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,

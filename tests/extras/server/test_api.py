@@ -459,6 +459,7 @@ def test_the_server_says_what_it_is(server):
     assert server.ask("/health") == (200, {"status": "ok"})
     _, models = server.ask("/v1/models")
     assert [model["id"] for model in models["data"]] == [NAME, "other-name"]
+    assert models["models"] == []  # Codex logs an error where it is missing
     assert models["data"][0]["max_model_len"] == server.llm.config.max_model_len
     _, schema = server.ask("/openapi.json")
     assert set(schema["paths"]) == {

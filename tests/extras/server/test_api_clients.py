@@ -165,6 +165,9 @@ def test_a_strict_server_refuses_what_nobody_knows():
         assert status == 400 and answer["error"]["param"] == "flux_capacitor"
         assert "--strict" in answer["error"]["message"]
         assert server.ask(COMPLETIONS, asked(COMPLETIONS, flux_capacitor=None))[0] == 200
+        status, answer = server.ask("/v1/responses", dict(input="Hi", tools=[dict(
+            type="web_search")]))
+        assert status == 400 and "tools: web_search (--strict)" in answer["error"]["message"]
         status, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, priority=1))
         assert status == 400 and "--scheduling-policy priority" in answer["error"]["message"]
 

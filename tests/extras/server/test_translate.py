@@ -12,7 +12,7 @@ from test_api_tools import CHAT, SCHEMAS, TOOLS
 pytest.importorskip("fastapi")
 
 from nanoserve_extras.server.protocol import ChatBody  # noqa: E402
-from nanoserve_extras.server.translate import ResponsesBody  # noqa: E402
+from nanoserve_extras.server.translate import ResponsesBody, one_text  # noqa: E402
 from nanoserve_extras.server.translate_messages import MessagesBody  # noqa: E402
 
 CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -75,9 +75,10 @@ def test_a_response_is_a_chats_answer_whole_and_streamed(server, choice):
     limit = 120 if choice else 9
     said, usage = chat(server, max_tokens=limit, **choice)
     body = dict(input=ITEMS, tools=FUNCTIONS, instructions="Be kind.", temperature=0,
-                max_output_tokens=limit) | choice
+                max_output_tokens=limit, metadata=dict(run="5")) | choice
     _, whole = server.ask(RESPONSES, body)
     [item] = whole["output"]
+    assert whole["metadata"] == dict(run="5")
     assert whole["status"] == ("completed" if choice else "incomplete")
     assert whole["usage"]["output_tokens"] == usage["completion_tokens"]
     if choice:
@@ -215,11 +216,70 @@ def test_codex_shows_its_tools_in_groups(server):
     assert [one["namespace"] for one in answer["output"]] == ["group"] * len(answer["output"])
 
 
+APPLY = dict(type="custom", name="apply", description="Apply it.", format=dict(
+    type="grammar", syntax="lark", definition='start: "so"'))
+AS_FUNCTION = dict(type="function", function=dict(
+    name="apply", description='Apply it.\nThe grammar of its input (lark):\nstart: "so"',
+    parameters=dict(type="object", properties=dict(input=dict(type="string")), required=["input"],
+                    additionalProperties=False)))
+
+
+def test_a_custom_tool_is_a_function_of_one_text_and_back(server):
+    """Codex's apply_patch: shown, called whole and streamed, and in the history."""
+    said, usage = chat(server, messages=CHAT, tools=[AS_FUNCTION], tool_choice="required",
+                       max_tokens=60)
+    text = said["message"]["tool_calls"][0]["function"]["arguments"]
+    assert text.startswith('{"input"') and said["finish_reason"] == "length"
+    body = dict(input=ASKED, tools=[APPLY], max_output_tokens=60, temperature=0,
+                tool_choice=dict(type="custom", name="apply"))
+    _, whole = server.ask(RESPONSES, body)
+    [item] = whole["output"]
+    assert (item["type"], item["name"]) == ("custom_tool_call", "apply") and "arguments" not in item
+    assert item["input"] == text  # cut by max_tokens: as far as it came
+    assert whole["usage"]["input_tokens"] == usage["prompt_tokens"]
+    told = [one for one in events(server, RESPONSES, body) if one["type"].startswith(
+        ("response.output_item", "response.custom", "response.function"))]
+    assert [one["type"].removeprefix("response.") for one in told] == [
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done",
+        "output_item.done"]
+    assert told[0]["item"]["input"] == ""
+    assert told[1]["delta"] == told[2]["input"] == told[3]["item"]["input"] == item["input"]
+    assert one_text('{"input": "*** Begin\\n"}') == "*** Begin\n"
+    turn = dict(call_id="c", name="apply")
+    [_, made, _] = ResponsesBody(tools=[APPLY], input=[
+        dict(role="user", content=ASKED), dict(type="custom_tool_call", input="so", **turn),
+        dict(type="custom_tool_call_output", call_id="c", output="ok")]).chat()["messages"]
+    assert made["tool_calls"][0]["function"] == dict(name="apply", arguments=dict(input="so"))
+
+
+def test_what_a_provider_hosts_is_passed_over_and_said_once(server, capsys):
+    """Codex sends web_search, and its calls in the history, with no setting but the address."""
+    hosted = [dict(type="web_search"), dict(type="local_shell"), dict(type="mcp", server_label="x")]
+    plain = dict(input=ITEMS, tools=FUNCTIONS, max_output_tokens=1)
+    searched = dict(type="web_search_call", id="w", status="completed", action=dict(query="q"))
+    count = server.ask(RESPONSES, plain)[1]["usage"]["input_tokens"]
+    for more in (dict(tools=FUNCTIONS + hosted), dict(input=[searched, *ITEMS]), dict(
+            tools=FUNCTIONS[1:] + hosted, input=[*ITEMS, dict(
+                type="additional_tools", role="developer", tools=[*FUNCTIONS[:1], *hosted])])):
+        status, answer = server.ask(RESPONSES, plain | more)
+        assert status == 200 and answer["usage"]["input_tokens"] == count
+        assert answer["tools"] == more.get("tools", FUNCTIONS)[:-3] or "tools" not in more
+    for kind in ("bash_20250124", "web_search_20250305"):
+        status, _ = server.ask(MESSAGES, dict(messages=TURNS[:1], max_tokens=1, tools=[
+            *BLOCKS, dict(type=kind, name="bash")]))
+        assert status == 200
+    said = capsys.readouterr().err
+    for one in (*hosted, dict(type="bash_20250124")):
+        assert said.count(f"tools: {one['type']}'") == 1
+
+
 @pytest.mark.parametrize(("path", "wrong", "said"), [
     (RESPONSES, dict(previous_response_id="resp_1"), "nothing is kept here"),
     (RESPONSES, dict(background=True), "nothing is kept here"),
-    (RESPONSES, dict(tools=[dict(type="web_search")]), "what a provider hosts"),
-    (RESPONSES, dict(tools=[dict(type="custom", name="x")]), "no function with a schema"),
+    (RESPONSES, dict(tools=[dict(type="custom")]), "name: Field required"),
+    (RESPONSES, dict(include=["message.output_text.logprobs"]), "no place for logprobs"),
+    (RESPONSES, dict(input=[dict(type="additional_tools", tools=5)]), "another shape"),
+    (RESPONSES, dict(input=[dict(type="custom_tool_call_output", call_id="x")]), "needs output"),
     (RESPONSES, dict(input=[dict(type="item_reference", id="x")]), "send its text"),
     (RESPONSES, dict(input=[dict(role="user", content=[dict(type="input_image")])]),
      "input_image"),
@@ -229,7 +289,8 @@ def test_codex_shows_its_tools_in_groups(server):
     (RESPONSES, dict(input=[5]), "input.0: "),
     (RESPONSES, dict(input=[dict(type="reasoning", summary=[5])]), "input: the content and"),
     (RESPONSES, dict(text=dict(format=5)), "text.format must be"),
-    (RESPONSES, dict(input=[dict(type="function_call", call_id="x")]), "must name"),
+    (RESPONSES, dict(input=[dict(type="function_call", call_id="x")]), "needs name"),
+    (RESPONSES, dict(input=[dict(type="function_call", name=5)]), "must name"),
     (RESPONSES, dict(tools=[dict(type="namespace", tools=5)]), "another shape"),
     (RESPONSES, dict(input=[dict(role="user", content=5)]), "content"),
     (RESPONSES, dict(tool_choice="required"), "there are none"),
@@ -238,7 +299,6 @@ def test_codex_shows_its_tools_in_groups(server):
     (RESPONSES, dict(temperature="hot"), "temperature"),
     (MESSAGES, dict(messages=[{}]), "messages.0.role"),
     (MESSAGES, dict(messages=[dict(role="x", content="hi")]), "messages.0.role"),
-    (MESSAGES, dict(tools=[dict(type="bash_20250124", name="bash")]), "provider hosts"),
     (MESSAGES, dict(tools=[dict(name="a b", input_schema={})]), "name"),
     (MESSAGES, dict(tool_choice=dict(type="perhaps")), "allowed_tools with a mode"),
     (MESSAGES, dict(messages=[dict(role="user", content=[dict(type="image")])], system="Hi"),
