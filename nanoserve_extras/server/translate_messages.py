@@ -11,6 +11,7 @@ cache had are counted apart from the other ones of the prompt.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,8 @@ from nanoserve_extras.server.translate import (
     tool,
 )
 
+# Claude Code's first line differs in each request, so no block behind it would be found again.
+BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"),
               call=("input_json_delta", "partial_json"))
@@ -58,7 +61,9 @@ class CountBody(Language):
             reasoning_effort=(self.output_config or {}).get("effort"))
 
     def turns(self) -> Iterator[dict]:
-        if system := [one for one in texts(self.system) if one.get("text") != ""]:
+        system = [one | dict(text=BILLING.sub("", one["text"])) if "text" in one else one
+                  for one in texts(self.system)]
+        if system := [one for one in system if one.get("text") != ""]:
             yield dict(role="system", content=system)
         for message in self.messages:
             role, rest = message["role"], []

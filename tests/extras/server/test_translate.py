@@ -273,6 +273,18 @@ def test_what_a_provider_hosts_is_passed_over_and_said_once(server, capsys):
         assert said.count(f"tools: {one['type']}'") == 1
 
 
+def test_claude_codes_first_line_is_left_out(server):
+    """It differs in each request, and all behind it would be computed anew."""
+    told, line = "You tell tales. " * 30, "x-anthropic-billing-header: cc_version=2.1; cch="
+    first, *others = (server.ask(MESSAGES, dict(
+        messages=TURNS[:1], max_tokens=1, system=system))[1]["usage"] for system in (
+            told, f"{line}1;\n{told}", [dict(type="text", text=f"{line}2;"),
+                                         dict(type="text", text=told)]))
+    for usage in others:
+        assert usage["input_tokens"] < 16 < usage["cache_read_input_tokens"]
+        assert sum(usage.values()) == sum(first.values())
+
+
 @pytest.mark.parametrize(("path", "wrong", "said"), [
     (RESPONSES, dict(previous_response_id="resp_1"), "nothing is kept here"),
     (RESPONSES, dict(background=True), "nothing is kept here"),
