@@ -8,6 +8,8 @@ et al. 2022.) The formats differ in how they store q, s and z, under which names
     fp8                                 weight, e4m3                                    per block
     compressed-tensors  float-, int-    weight, e4m3 or int8    as it is     per row, group, block
                         pack-quantized  weight_packed           packed along the outputs   per group
+                        nvfp4-, mxfp4-  weight_packed, e2m1              per 16 (and one of all), 32
+    modelopt                            weight, e4m3 or e2m1                      one; as with nvfp4
     gptq                                qweight, transposed     qzeros, stored minus 1     per group
     awq                                 qweight, transposed     qzeros, both in its own order
 
@@ -49,11 +51,16 @@ Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words 
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]
 WORD = 32  # bits of the integers into which small numbers are packed
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column AWQ_ORDER[i]
-STORED = (torch.float8_e4m3fn, torch.int8)  # a `weight` of another dtype is plain
+STORED = (torch.float8_e4m3fn, torch.int8, torch.uint8)  # a `weight` of another dtype is plain
 BY_MODULE = ("bits", "group_size", "sym")  # some formats let these differ by matrix
-# Scales of activations, passed over where they are those of 8-bit floats (`Format.fixed`).
-ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale")
-OTHER_SCALES = (*ACTIVATIONS, "output_scale", "k_scale", "v_scale")
+# Scales of activations, passed over where they are those of floats (`Format.passed_over`).
+ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "input_global_scale")
+CACHED = ("k_scale", "v_scale")
+OTHER_SCALES = (*ACTIVATIONS, *CACHED, "output_scale")
+# Twice the numbers of four bits that are a sign, two bits of exponent and one behind the point.
+E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
+E2M1_PAIRS = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)],
+                          dtype=torch.int8)  # the first in the low half
 
 
 class Numbers(NamedTuple):
@@ -68,8 +75,8 @@ class Numbers(NamedTuple):
 
 
 class Format(NamedTuple):
-    """Which tensors make a matrix, and how. optional: a part that some files do without. fixed:
-    whether activations have scales beside it, by which they are rounded to 8-bit floats elsewhere.
+    """Which tensors make a matrix, and how. optional: a part that some files do without.
+    passed_over: scales beside it, by which activations, or keys and values, are rounded elsewhere.
     """
 
     parts: tuple[str, ...]
@@ -77,7 +84,7 @@ class Format(NamedTuple):
     bits: int = 8
     is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
     optional: str = ""
-    fixed: bool = False
+    passed_over: tuple[str, ...] = ()
 
 
 class Quantization(Extra):
@@ -108,9 +115,9 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
     layers: dict[str, Any] = {"assemble": assemble}
     form = None if stored is None else read_format(stored)
     if form is not None:
-        if form.fixed:
-            say(f"{config.model}: fixed scales of activations are passed over, as rounding by "
-                "token is: they are as accurate as dtype says")
+        if form.passed_over:
+            say(f"{config.model}: fixed scales of activations are passed over, as are those of "
+                "keys and values and rounding by token: all are as accurate as dtype says")
         kind = kind or "dequantize"
     elif kind == "dequantize" and plan.draft_folder is None:
         raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
@@ -157,7 +164,7 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
     for file, name, tensor in tensors:
         module, _, part = name.rpartition(".")
         part = "weight_scale" if part == "weight_scale_inv" else part  # it is multiplied with, too
-        if form.fixed and part in ACTIVATIONS:
+        if part in form.passed_over:
             continue
         if part in OTHER_SCALES:
             raise ValueError(f"{file}: {name} is a scale of activations or of a KV cache, which "
@@ -200,11 +207,11 @@ def make_weight(file: Path, module: str, parts: Parts, form: Format,
 
 def read_format(entry: dict) -> Format:
     """What a `quantization_config` says. Raises `ValueError` for what is not supported."""
-    if entry.get("kv_cache_scheme") is not None:
-        refuse("kv_cache_scheme", entry["kv_cache_scheme"], "the KV cache is not quantised here")
     method = entry.get("quant_method")
+    if method != "modelopt" and entry.get("kv_cache_scheme") is not None:
+        refuse("kv_cache_scheme", entry["kv_cache_scheme"], "the KV cache is not quantised here")
     readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
-               "awq": read_awq}
+               "awq": read_awq, "modelopt": read_modelopt}
     if method == "mxfp4":
         refuse("quant_method", method, "have transformers write it in bfloat16 "
                "(from_pretrained with Mxfp4Config(dequantize=True), then save_pretrained)")
@@ -262,12 +269,16 @@ def read_fp8(entry: dict) -> Format:
     if block is not None:
         block = blocks("weight_block_size", block, 2)
     return Format(("weight", "weight_scale"), lambda p: Numbers(
-        p["weight"], None, p["weight_scale"], block or p["weight"].shape), fixed=scheme == "static")
+        p["weight"], None, p["weight_scale"], block or p["weight"].shape),
+                  passed_over=ACTIVATIONS if scheme == "static" else ())
 
 
 def read_compressed(entry: dict) -> Format:
     """compressed-tensors: llm-compressor's. `config_groups` may be many, if they are alike."""
-    form = allow(entry, "format", ("float-quantized", "int-quantized", "pack-quantized"))
+    form = allow(entry, "format", ("float-quantized", "int-quantized", "pack-quantized",
+                                   "nvfp4-pack-quantized", "mxfp4-pack-quantized"))
+    is_nv = form == "nvfp4-pack-quantized"
+    is_e2m1 = is_nv or form == "mxfp4-pack-quantized"
     for name in ("transform_config", "sparsity_config"):
         if (asked := section(entry, name)) and asked.get("format") != "dense":
             refuse(name, asked, "weights are neither rotated nor sparse here")
@@ -282,11 +293,21 @@ def read_compressed(entry: dict) -> Format:
         allow(group, "output_activations", (None, {}))
         inputs = section(group, "input_activations")
         if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") not in (
-                True, False, None)):
+                True, False, None, *["local"] * is_e2m1)):
             refuse("input_activations", inputs, "activations are not rounded (W8A8), choose a "
                    "checkpoint whose weights alone are quantised")
-        fixed |= bool(inputs) and not inputs.get("dynamic")
+        fixed |= bool(inputs) and inputs.get("dynamic") is not True  # "local" has one of all
+    passed_over = ACTIVATIONS if fixed else ()
     weights = section(groups[0], "weights")
+    if is_e2m1:
+        for name, value in (("type", "float"), ("num_bits", 4), ("symmetric", True)):
+            allow(weights, name, (value,), value)
+        [size] = blocks("group_size", weights.get("group_size"), 1)
+        parts = ("weight_packed", "weight_scale", *["weight_global_scale"] * is_nv)
+        return Format(parts, lambda p: Numbers(
+            e2m1(p["weight_packed"]), None,
+            p["weight_scale"].float() / (2 * p["weight_global_scale"].float()) if is_nv
+            else powers(p["weight_scale"]) / 2, (1, size)), passed_over=passed_over)
     block = partial_block(weights)
     allow(weights, "dynamic", (False, None))
     zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
@@ -296,7 +317,7 @@ def read_compressed(entry: dict) -> Format:
         allow(weights, "num_bits", (8,))
         return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
             p["weight"], p.get("weight_zero_point"), p["weight_scale"], block(p["weight"].shape)),
-            fixed=fixed)
+            passed_over=passed_over)
     allow(weights, "type", ("int",), "int")
     bits = allow(weights, "num_bits", (4, 8))
     is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
@@ -317,7 +338,20 @@ def read_compressed(entry: dict) -> Format:
         return Numbers(values, zeros, p["weight_scale"], block(values.shape), groups)
 
     return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order), read, bits,
-                  is_ordered, fixed=fixed)
+                  is_ordered, passed_over=passed_over)
+
+
+def read_modelopt(entry: dict) -> Format:
+    """NVIDIA's Model Optimizer. 8-bit floats have one scale for the matrix, 4-bit ones a scale for
+    each group of inputs and one of all. The KV cache's are passed over."""
+    passed_over = (*ACTIVATIONS, *CACHED)
+    if allow(entry, "quant_algo", ("FP8", "NVFP4")) == "FP8":
+        return Format(("weight", "weight_scale"), lambda p: Numbers(
+            p["weight"], None, p["weight_scale"], p["weight"].shape), passed_over=passed_over)
+    size = group_size(entry) or 16
+    return Format(("weight", "weight_scale", "weight_scale_2"), lambda p: Numbers(
+        e2m1(p["weight"]), None, p["weight_scale"].float() * p["weight_scale_2"].float() / 2,
+        (1, size)), passed_over=passed_over)
 
 
 def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
@@ -424,6 +458,21 @@ def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch
         return each.reshape(counts).repeat_interleave(height, 0)[:rows]
 
     return None if zeros is None else for_rows(zeros), for_rows(scales.float()), groups
+
+
+def e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Pairs of 4-bit floats, (outputs, inputs / 2), to twice their values, (outputs, inputs)."""
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"pairs are {packed.dtype}, not uint8")
+    return E2M1_PAIRS.index_select(0, packed.flatten().int()).view(len(packed), -1)
+
+
+def powers(exponents: torch.Tensor) -> torch.Tensor:
+    """Scales that are powers of 2, of which the exponents are stored, plus 127 (e8m0)."""
+    exponents = exponents.view(torch.uint8)
+    if (exponents == 255).any():
+        raise ValueError("a scale is not a number")
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
 
 
 def split_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

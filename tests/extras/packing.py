@@ -172,6 +172,48 @@ def awq(rows: int, columns: int, seed: int) -> Packed:
     return Packed(entry, tensors, drawn.dense())
 
 
+def e2m1(rows: int, columns: int, seed: int, form: str) -> Packed:
+    """Numbers of 4 bits: a sign, an exponent of two bits, one bit behind the point. Two a byte, the
+    first in the low half. form: compressed-tensors' "nv" or "mx", or "modelopt"."""
+    rng, size = np.random.default_rng(seed), 32 if form == "mx" else 16
+    codes = rng.integers(0, 16, (rows, columns))
+    exponent, digit = codes >> 1 & 3, codes & 1
+    values = np.where(exponent == 0, digit / 2, (1 + digit / 2) * 2.0 ** (exponent - 1))
+    values *= np.where(codes & 8, -1, 1)
+    pairs = contiguous((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
+    groups, whole = (rows, -(-columns // size)), 2.0 ** -9  # exact, and so is its inverse
+    if form == "mx":
+        exponents = rng.integers(121, 124, groups)
+        scales = 2.0 ** (exponents - 127)
+        tensors = dict(weight_packed=pairs, weight_scale=contiguous(exponents.astype(np.uint8)))
+    else:
+        stored = torch.from_numpy(rng.uniform(20, 60, groups)).to(torch.float8_e4m3fn)
+        scales = stored.double().numpy() * whole
+        tensors = dict(weight_scale=stored)
+    scale = torch.tensor(scales).repeat_interleave(size, 1)[:, :columns]
+    dense = (torch.from_numpy(values) * scale).float()
+    if form == "modelopt":
+        tensors |= dict(weight=pairs, weight_scale_2=torch.tensor(whole),
+                        input_scale=torch.tensor(0.01))
+        return Packed(dict(quant_method="modelopt", quant_algo="NVFP4", group_size=size,
+                           kv_cache_scheme=dict(num_bits=8, type="float", dynamic=False)),
+                      tensors, dense)
+    entry = compressed(f"{form}fp4-pack-quantized", num_bits=4, type="float", group_size=size,
+                       strategy="tensor_group" if form == "nv" else "group")
+    if form == "nv":
+        tensors |= dict(weight_packed=pairs, weight_global_scale=torch.tensor([1 / whole]),
+                        input_global_scale=torch.tensor([3.0]))
+        entry["config_groups"]["group_0"]["input_activations"] = dict(
+            num_bits=4, type="float", dynamic="local")
+    return Packed(entry, tensors, dense)
+
+
+def modelopt_fp8(rows: int, columns: int, seed: int) -> Packed:
+    one = fp8(rows, columns, seed, block=None)
+    return Packed(dict(quant_method="modelopt", quant_algo="FP8"),
+                  one.tensors | dict(input_scale=torch.tensor(0.5)), one.dense)
+
+
 FORMATS: dict[str, Callable[[int, int, int], Packed]] = {
     "fp8, blocks": fp8,
     "fp8, one scale": lambda *of: fp8(*of, block=None),
@@ -188,6 +230,10 @@ FORMATS: dict[str, Callable[[int, int, int], Packed]] = {
     "gptq_v2": lambda *of: gptq(*of, lacks=0),
     "gptq, act-order": lambda *of: gptq(*of, shuffled=True),
     "awq": awq,
+    "nvfp4-pack-quantized": lambda *of: e2m1(*of, "nv"),
+    "mxfp4-pack-quantized": lambda *of: e2m1(*of, "mx"),
+    "NVFP4": lambda *of: e2m1(*of, "modelopt"),
+    "FP8": modelopt_fp8,
 }
 
 

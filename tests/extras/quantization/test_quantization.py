@@ -22,7 +22,7 @@ from packing import (
     text_of,
     write,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from nanoserve import LLM
 from nanoserve_extras.drafts.speculative import Speculation
@@ -88,6 +88,26 @@ def test_the_text_is_that_of_the_dequantised_weights(name, checkpoints, tmp_path
     with LLM(quantized, **SMALL) as llm:
         assert greedy(llm, 16) == expected
     assert "float32, quantization='dequantize'" in capfd.readouterr().err
+
+
+def test_model_optimizers_own_file_is_enough(checkpoints, tmp_path, capfd):
+    """Before its version 0.30 it wrote nothing into config.json. Keys and values have scales."""
+    folder, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["NVFP4"])
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(json.dumps(dict(
+        producer=dict(name="modelopt", version="0.29.0"), quantization=dict(
+            quant_algo="NVFP4", kv_cache_quant_algo="FP8", group_size=16,
+            exclude_modules=["lm_head"]))))
+    stored = load_file(folder / "model.safetensors")
+    stored |= {f"model.layers.0.self_attn.{x}_proj.{x}_scale": torch.ones(()) for x in "kv"}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    expected = text_of(dense)
+    for impl in ("nanoserve", "transformers"):
+        capfd.readouterr()
+        assert text_of(folder, model_impl=impl) == expected
+        assert "quantization='dequantize'" in capfd.readouterr().err
 
 
 def test_ranks_assemble_their_shares(checkpoints, tmp_path, ranks_in_threads):
@@ -214,7 +234,9 @@ REFUSED = [
     (activations(type="int", dynamic=True), "input_activations=.*W8A8"),
     (activations(type="float", dynamic="local"), "input_activations=.*W8A8"),
     (activations(dynamic=False), "input_activations=.*W8A8"),
-    (compressed("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'.*pack-quantized"),
+    (compressed("marlin-24"), "format='marlin-24'.*pack-quantized"),
+    (compressed("nvfp4-pack-quantized", num_bits=4), "type='int'.*choose float"),
+    (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), "quant_algo='W4A8_AWQ'.*FP8 or NVFP4"),
     (compressed("pack-quantized", strategy="channel", num_bits=3), "num_bits=3.*4 or 8"),
     (compressed("pack-quantized", strategy="tensor_group"), "strategy='tensor_group'"),
     (compressed("int-quantized", strategy="channel", num_bits=4), "num_bits=4.*choose 8"),
