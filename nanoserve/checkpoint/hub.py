@@ -11,6 +11,7 @@ reason. An engine that went on with an empty folder would answer with random tex
 
 from pathlib import Path
 
+SECOND_COPIES = ["consolidated*", "original/*"]  # Mistral's and Meta's own files, the same weights
 HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # always fetched
 READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
 BUNDLED = Path(__file__).parent.parent / "assets"
@@ -47,7 +48,8 @@ def find_model(model: str | Path, option: str = "model", weights: bool = True,
     from huggingface_hub import snapshot_download
     try:
         folder = Path(snapshot_download(str(model), revision=revision, allow_patterns=[
-            *HUB_FILES, *["*.safetensors"] * weights, *HUB_CODE * code]))
+            *HUB_FILES, *["*.safetensors"] * weights, *HUB_CODE * code],
+            ignore_patterns=SECOND_COPIES))
         if weights and not any(folder.glob("*.safetensors")):
             snapshot_download(str(model), revision=revision,
                               allow_patterns=["pytorch_model*.bin"])

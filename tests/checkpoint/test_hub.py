@@ -43,6 +43,27 @@ def test_a_hub_id_that_can_not_be_fetched_says_so(monkeypatch):
     assert "many more lines" not in str(error.value)
 
 
+def test_no_second_copy_of_the_weights_is_fetched(monkeypatch, tmp_path):
+    """Mistral's repositories have all weights twice, Llama's once more as their maker wrote them.
+    What is fetched is decided by the hub's own rule for patterns."""
+    files = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+             "consolidated.safetensors", "consolidated-00001-of-00002.safetensors",
+             "original/params.json", "original/model.safetensors", "params.json", "README.md",
+             "tekken.json", "1_Pooling/config.json"]
+
+    def snapshot_download(name, revision, allow_patterns, ignore_patterns):
+        for file in huggingface_hub.utils.filter_repo_objects(
+                files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).touch()
+        return tmp_path
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    find_model("somebody/a-model")
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {*files[:3], "params.json", "tekken.json", "1_Pooling/config.json"}
+
+
 @pytest.mark.parametrize("name", ["no/such/folder", "/no/such/folder", "~/no folder", "nowhere"])
 def test_a_folder_that_does_not_exist(monkeypatch, name):
     """The hub's own code sees the name here: whatever it says about it becomes a `ValueError`."""
