@@ -251,7 +251,7 @@ def hub(monkeypatch):
     def fill(folder: Path) -> list[tuple[str, str | None, list[str]]]:
         asked = []
         monkeypatch.setattr(
-            huggingface_hub, "snapshot_download", lambda repo_id, revision, allow_patterns: (
+            huggingface_hub, "snapshot_download", lambda repo_id, revision, allow_patterns, **_: (
                 asked.append((repo_id, revision, allow_patterns)) or str(folder)))
         return asked
     return fill
