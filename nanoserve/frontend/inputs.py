@@ -231,7 +231,8 @@ class InputProcessor:
             raise ValueError("the tokenizer has no chat template: pass chat_template=, use "
                              "generate(), or install mistral-common for a tekken.json")
         text = render_messages(conversation, partial(
-            tokenizer.apply_chat_template, tokenize=False, **template_options))
+            tokenizer.apply_chat_template, tokenize=False, **template_options),
+            template_options.get("tools"))
         # The template has written the special tokens, BOS included.
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
                 "chat_template": template_options.get("chat_template")}
@@ -241,13 +242,13 @@ class InputProcessor:
         tell what is a special token."""
         ids_of, said = {}, {name: one for name, one in options.items() if one is not None}
 
-        def render(messages: list[dict]) -> str:
-            ids = self.tokenizer.apply_chat_template(messages, return_dict=False, **said)
+        def render(messages: list[dict], **tools) -> str:
+            ids = self.tokenizer.apply_chat_template(messages, return_dict=False, **said | tools)
             text = self.tokenizer.decode(ids, skip_special_tokens=False)
             ids_of[text] = ids
             return text
 
-        text = render_messages(conversation, render)
+        text = render_messages(conversation, render, options.get("tools"))
         return {"prompt": text, "prompt_token_ids": ids_of[text]}
 
     def cut(self, ids: list[int], count: int | None, side: str,

@@ -31,7 +31,6 @@ FUNCTIONS = None, "function", "custom", "namespace"  # other types of tools a pr
 ADDED = "additional_tools"  # Codex's item
 ONE_TEXT = dict(type="object", properties=dict(input=dict(type="string")), required=["input"],
                 additionalProperties=False)
-OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
 NEEDED = {"message": "content", "function_call": "name", "function_call_output": "output",
           "custom_tool_call": "name", "custom_tool_call_output": "output"}  # an item must have it
 
@@ -144,20 +143,18 @@ def joined(turns: Iterable[dict]) -> list[dict]:
 
 
 def texts(content: Any) -> Any:
-    """Content as a chat has it: a list of parts. Parts that are no text are refused later."""
-    if content is None:
-        return []
+    """Content as a chat has it: a list of parts. What is no text is refused later."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    return [part_of(part) if isinstance(part, dict) else part
-            for part in (content if isinstance(content, list) else [content])]
+    if not isinstance(content, list):
+        return [] if content is None else content
+    return [part_of(part) if isinstance(part, dict) else part for part in content]
 
 
 def part_of(part: dict) -> dict:
     """A part of a message as a chat has it. Raises `ValueError` for an image that is not in it."""
-    kind = part.get("type")
-    if kind not in ("input_image", "image"):
-        return part | {"type": OURS.get(str(kind), kind)}
+    if part.get("type") not in ("input_image", "image"):
+        return part
     source = part.get("source") or {}  # Anthropic's way to give an image
     url = part.get("image_url", source.get("url"))
     if source.get("type") == "base64":
@@ -259,7 +256,8 @@ class ResponsesBody(Language):
             yield dict(role="system", content=self.instructions)
         for item in self._items():
             kind = str(item.get("type", "message"))
-            if (field := NEEDED.get(kind)) and item.get(field) is None:
+            if (field := NEEDED.get(kind)) and item.get(field) is None and (
+                    field != "output" or field not in item):  # a result may be null
                 raise BadRequest(f"input: an item of type {kind!r} needs {field}, got {item!r:.80}",
                                  "input")
             if kind == "message":

@@ -76,8 +76,6 @@ class CountBody(Language):
                     yield dict(role=role, content=rest, tool_calls=called(
                         block.get("id"), block.get("name"), block.get("input")))
                     rest = []
-                elif kind == "thinking":
-                    yield dict(role=role, content=[], reasoning_content=block.get("thinking"))
                 elif kind != "redacted_thinking":
                     rest.append(block)
             if rest:

@@ -136,7 +136,7 @@ def test_no_message_is_dropped_without_a_word(role):
     assert got("old llama", [chat[0], dict(role="assistant", tool_calls=[call({})])]) == got(
         "old llama", silent)
     with pytest.raises(ValueError, match="does not write this message.*'Second'"):
-        render_messages([dict(role="user", content="First"), dict(role="user", content="Second")],
+        render_messages([dict(role="user", content="First"), dict(role="critic", content="Second")],
                         lambda messages: str(messages[0]["content"]))
 
 
@@ -158,10 +158,10 @@ def test_texts_that_a_template_changes_are_not_missed():
     (dict(role=None, content="x"), "needs a 'role'"),
     (dict(role="", content="x"), "needs a 'role'"),
     (dict(role=["user"], content="x"), "needs a 'role'"),
-    (dict(role="assistant", tool_calls=[call("{")]), "a JSON object, got {'name': 'weather', "
-     "'arguments': '{'}"),
-    (dict(role="assistant", tool_calls=[call("[1]")]), "arguments that are a JSON object"),
-    (dict(role="assistant", tool_calls=[call("[" * 10 ** 6)]), "arguments that are a JSON object"),
+    (dict(role="user", content=5), "content must be text"),
+    (dict(role="user", content=[dict(type="document", source=dict(
+        type="base64", media_type="application/pdf", data="x"))]),
+     "messages.1.content.0: .*got {'type': 'document'"),
     (dict(role="assistant", tool_calls=[dict(function={})]), "each with a name"),
     (dict(role="assistant", tool_calls=[5]), "tool_calls must be a list of functions"),
     (dict(role="assistant", tool_calls=5), "tool_calls must be a list of functions"),
@@ -177,6 +177,160 @@ def test_a_call_without_arguments_has_an_empty_object():
         chat = [dict(role="user", content="a"), dict(role="assistant", tool_calls=[call(given)])]
         assert '"parameters": {}}' in got("llama 3.1", chat)
         assert "weather({})" in got("plain text", chat)
+
+
+BAD_ARGUMENTS = ('{"city": ', "null", "[1]", "no json", '{"a": 1}}', '"Rome"',
+                 "[" * 10 ** 6, [1], 7)
+
+
+@pytest.mark.parametrize("given", BAD_ARGUMENTS, ids=range(len(BAD_ARGUMENTS)))
+def test_arguments_that_are_no_object_go_with_a_warning(given):
+    """A limit had cut them, and each later turn of the agent was refused."""
+    chat = [dict(role="user", content="a"), dict(role="assistant", tool_calls=[call(given)]),
+            dict(role="tool", tool_call_id="call_1", content="not run")]
+    right = [*chat[:1], chat[1] | dict(tool_calls=[call({})]), *chat[2:]]
+    with pytest.warns(UserWarning, match="no JSON object: .* goes on without"):
+        assert got("llama 3.1", chat) == got("llama 3.1", right)
+
+
+RULES = {  # of real templates, in our words
+    "one system, in front": (  # Qwen 3.5 to 3.8
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('not in front') }}{% endif %}{% if m.role not in ['system', 'user', "
+        "'assistant', 'tool'] %}{{ raise_exception('unknown') }}{% endif %}<{{ m.role }}>"
+        "{{ m.content }}\n{% endfor %}"),
+    "the first system alone": (  # Qwen 3 VL drops the others
+        "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}\n{% endif %}"
+        "{% for m in messages if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}\n"
+        "{% endfor %}"),
+    "turns alternate": (  # Mistral, Gemma 3
+        "{% for m in messages %}{% if m.role != 'system' and (m.role == 'user') != (loop.index0 % "
+        "2 == (messages[0].role == 'system') | int) %}{{ raise_exception('alternate') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}\n{% endfor %}"),
+    "no system": (  # Gemma 2
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('alternate, and no system') }}{% endif %}<{{ m.role }}>"
+        "{{ m.content }}\n{% endfor %}")}
+USER = [("user", "Tell me."), ("user", "A tale.")]
+
+
+@pytest.mark.parametrize("sent", [
+    [("system", "Be brief."), *USER, ("system", "It is May.")],  # Claude Code
+    [("system", "Be brief."), ("developer", "It is May."), *USER],  # Codex
+    [("system", "Be brief."), ("system", "It is May."), *USER],  # opencode
+    [("developer", "Be brief."), *USER, ("assistant", "Yes."), ("system", "It is May."),
+     ("user", "Go on.")]], ids=["Claude Code", "Codex", "opencode", "late"])
+@pytest.mark.parametrize("name", RULES)
+def test_what_agents_say_to_the_system_is_written(name, sent):
+    """Templates refused the first three, or dropped texts."""
+    chat = [("system", "Be brief.\nIt is May."), *[one for one in sent if one[0] in (
+        "user", "assistant")]]
+    joined = "\n".join(text for _, text in USER)
+    if name == "turns alternate":
+        chat[1:3] = [("user", joined)]
+    elif name == "no system":
+        chat[:3] = [("user", f"{chat[0][1]}\n{joined}")]
+    assert rendered(RULES[name], [dict(role=role, content=text) for role, text in sent]) == "".join(
+        f"<{role}>{text}\n" for role, text in chat)
+
+
+def rendered(template: str, messages: list[dict], tools: list | None = None) -> str:
+    return render_messages(messages, partial(TOKENIZER.apply_chat_template, tokenize=False,
+                                             chat_template=template), tools)
+
+
+def test_a_text_beside_a_call_goes_with_a_warning_if_the_template_wants_it():
+    """Llama's writes the call alone. The second turn of each agent was refused."""
+    chat = [dict(role="user", content="Hi"), dict(role="assistant", content="I look.", tool_calls=[
+        call("{}")]), dict(role="tool", tool_call_id="call_1", content="12")]
+    with pytest.warns(UserWarning, match="no text beside a call: .* goes on without"):
+        assert got("llama 3.1", chat) == (
+            '<user>Hi{"name": "weather", "parameters": {}}<ipython>"12"')
+
+
+THINKS = (  # gpt-oss: a thought or a text, and the first call alone
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.reasoning_content %}"
+    "{{ raise_exception('one of both') }}{% endif %}<{{ m.reasoning_content }}{{ m.content }}>"
+    "{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %};{% endfor %}")
+
+
+def test_a_text_between_a_thought_and_a_call_joins_the_thought():
+    sent = dict(role="assistant", content="I look.", reasoning_content="Hm.",
+                tool_calls=[call("{}")])
+    assert rendered(THINKS, [sent]) == "<Hm.\nI look.>weather{};"
+    assert rendered(THINKS, [sent | dict(content="")]) == "<Hm.>weather{};"
+    with pytest.warns(UserWarning, match="no text beside a call"):  # nor the thought
+        assert rendered(THINKS.replace("<{{ m.reasoning_content }}{{ m.content }}>", ""), [
+            sent]) == "weather{};"
+
+
+def test_calls_come_one_by_one_where_a_template_takes_one():
+    """Ids may come again in a later turn."""
+    two = [call("{}"), call('{"city": "Rome"}') | dict(id="call_2")]
+    turn = [dict(role="assistant", content="", tool_calls=two),
+            dict(role="tool", tool_call_id="call_1", content="12"),
+            dict(role="tool", tool_call_id="call_2", content="25")]
+    once = '<>weather{};<tool>12;<>weather{"city": "Rome"};<tool>25;'
+    assert rendered(THINKS, turn * 2) == once * 2
+    assert got("llama 3.1", turn).count('"parameters"') == 2
+
+
+TOOLS = ("{% for t in tools %}{{ t.function.name + ': ' + t.function.description }}{% for key, one "
+         "in t.function.parameters.properties.items() %} {{ key }}{% endfor %};{% endfor %}"
+         "{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+@pytest.mark.parametrize("nothing", [{}, dict(description=None, parameters=None),
+                                     dict(parameters={})], ids=str)
+def test_tools_without_a_description_or_parameters_have_empty_ones(nothing):
+    def tool(**entries):
+        return dict(type="function", function=dict(name="now") | entries)
+    full = tool(description="Counts.", parameters=dict(type="object", properties=dict(city={})))
+    chat = [dict(role="user", content="Hi")]
+    assert rendered(TOOLS, chat, [full, tool(**nothing)]) == "now: Counts. city;now: ;Hi"
+    whole = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert rendered(whole, chat, [tool(**nothing)]) == (  # as they are, if that will do
+        '[{"type": "function", "function": {"name": "now"}}]Hi')
+
+
+@pytest.mark.parametrize(("content", "text"), [
+    (None, ""), (12, "12"), (1.5, "1.5"), (True, "true"), ({"a": "é"}, '{"a": "é"}')], ids=str)
+def test_a_result_may_be_any_value(content, text):
+    assert got("chatml", [dict(role="tool", content=content)]) == f"<tool>{text}\n"
+
+
+def test_a_call_may_be_a_function_alone():
+    bare = dict(name="weather", arguments='{"city": "Rome"}')
+    assert got("mistral", [dict(role="assistant", tool_calls=[bare])]) == (
+        '[assistant]{"name": "weather", "arguments": {"city": "Rome"}}')
+
+
+def test_texts_have_several_kinds_of_parts():
+    """OpenAI's and Anthropic's."""
+    document = dict(type="document", title="Notes", source=dict(
+        type="text", media_type="text/plain", data=" A text."))
+    blocks = dict(type="document", source=dict(type="content", content=[
+        dict(type="text", text="A block.")]))
+    assert got("chatml", [dict(role="user", content=[
+        dict(type="input_text", text="Hi"), document, blocks])]) == (
+            "<user>Hi\nNotes\n A text.\nA block.\n")
+    template = "{% for m in messages %}<{{ m.reasoning_content }}>{{ m.content }}{% endfor %}"
+    assert rendered(template, [dict(role="assistant", content=[
+        dict(type="thinking", thinking="Hm.", signature="x"),
+        dict(type="output_text", text="No:"), dict(type="refusal", refusal="I can't.")])]) == (
+            "<Hm.>No:\nI can't.")
+
+
+def test_what_looks_like_python_in_a_text_is_no_fault_of_the_template():
+    """A result that quoted the arguments as Python prints them: all calls were JSON in quotes."""
+    chat = [dict(role="user", content="see {'a': 1}"),
+            dict(role="assistant", reasoning_content="{'a': 1}", tool_calls=[call({"a": 1})]),
+            dict(role="tool", content="{'a': 1}")]
+    assert '"parameters": {"a": 1}}' in got("llama 3.1", chat)
+    quoted = "[{'type': 'text', 'text': ''}]"
+    assert quoted in got("chatml", [dict(role="user", content=quoted),
+                                    dict(role="assistant", content="")])
 
 
 SEE = {  # templates of models that see: by parts alone; by either; texts behind all images

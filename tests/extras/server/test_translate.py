@@ -285,6 +285,15 @@ def test_claude_codes_first_line_is_left_out(server):
         assert sum(usage.values()) == sum(first.values())
 
 
+@pytest.mark.parametrize(("output", "content"), [(None, ""), (12, "12"), ({"a": 1}, '{"a": 1}')])
+def test_a_result_that_is_no_text_is_read(server, output, content):
+    items = [*ITEMS[:-1], ITEMS[-1] | dict(output=output)]
+    _, answer = server.ask(RESPONSES, dict(input=items, max_output_tokens=1))
+    _, usage = chat(server, messages=[*TOLD[1:-1], TOLD[-1] | dict(content=content)], tools=None,
+                    max_tokens=1)
+    assert answer["usage"]["input_tokens"] == usage["prompt_tokens"]
+
+
 @pytest.mark.parametrize(("path", "wrong", "said"), [
     (RESPONSES, dict(previous_response_id="resp_1"), "nothing is kept here"),
     (RESPONSES, dict(background=True), "nothing is kept here"),
@@ -298,6 +307,7 @@ def test_claude_codes_first_line_is_left_out(server):
     (RESPONSES, dict(input=[]), "input: List"),
     (RESPONSES, dict(input=[dict(role="user")]), "'message' needs content"),
     (RESPONSES, dict(input=[dict(type="function_call_output", call_id="x")]), "needs output"),
+    (MESSAGES, dict(messages=[dict(role="assistant", content=[])]), "messages"),
     (RESPONSES, dict(input=[5]), "input.0: "),
     (RESPONSES, dict(input=[dict(type="reasoning", summary=[5])]), "input: the content and"),
     (RESPONSES, dict(text=dict(format=5)), "text.format must be"),
