@@ -6,8 +6,9 @@
                message_delta  message_stop
 
 A block of a result is a chat's message with the role "tool", and a user's turn may hold several of
-them and texts; a turn of the assistant with several calls is one message. Tokens that the prefix
-cache had are counted apart from the other ones of the prompt.
+them and texts; a turn of the assistant with several calls is one message. An answer goes on with
+the assistant's words that end the conversation. Tokens that the prefix cache had are counted apart
+from the other ones of the prompt.
 """
 
 import json
@@ -51,9 +52,12 @@ class CountBody(Language):
     output_format: dict[str, Any] | None = None  # older clients say it here
 
     def as_chat(self) -> dict:
-        choice = self.tool_choice or {}
+        choice, messages = self.tool_choice or {}, joined(self.turns())
+        words = texts(self.messages[-1]["content"])
+        goes_on = self.messages[-1]["role"] == "assistant" and bool(
+            words and words[-1].get("text")) and "tool_calls" not in messages[-1]
         return dict(
-            messages=joined(self.turns()), tool_choice=self.tool_choice,
+            messages=messages, continue_final_message=goes_on, tool_choice=self.tool_choice,
             tools=[tool(one, one.get("input_schema")) for one in self.tools],
             response_format=form_of("output_config", (self.output_config or {}).get(
                 "format", self.output_format)),

@@ -285,6 +285,26 @@ def test_claude_codes_first_line_is_left_out(server):
         assert sum(usage.values()) == sum(first.values())
 
 
+@pytest.mark.parametrize("words", ["I look at", [dict(type="thinking", thinking="Hm."), dict(
+    type="text", text="I look at")]], ids=["text", "blocks"])
+def test_a_message_goes_on_with_the_assistants_last_words(server, words):
+    """The turn was closed, and another one begun."""
+    turns = [*TURNS[:1], dict(role="assistant", content=words)]
+    said = dict(role="assistant", content="I look at", reasoning_content="Hm.") if isinstance(
+        words, list) else turns[1]
+    choice, usage = chat(server, messages=[turns[0], said], tools=None, max_tokens=4,
+                         continue_final_message=True)
+    body = dict(messages=turns, temperature=0)
+    _, answer = server.ask(MESSAGES, body | dict(max_tokens=4))
+    assert answer["content"][0]["text"] == choice["message"]["content"]
+    _, counted = server.ask(MESSAGES + "/count_tokens", body)
+    assert counted == dict(input_tokens=usage["prompt_tokens"])
+    for ended in ([], TURNS[1]["content"]):  # no words, and a call: nothing to go on with
+        chat_body = MessagesBody(max_tokens=4, messages=[TURNS[0], dict(
+            role="assistant", content=ended)]).chat()
+        assert chat_body["continue_final_message"] is False
+
+
 @pytest.mark.parametrize(("output", "content"), [(None, ""), (12, "12"), ({"a": 1}, '{"a": 1}')])
 def test_a_result_that_is_no_text_is_read(server, output, content):
     items = [*ITEMS[:-1], ITEMS[-1] | dict(output=output)]
