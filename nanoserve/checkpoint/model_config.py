@@ -54,7 +54,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "Gemma3ForCausalLM": ("gemma3_text", dict(_GEMMA, qk_norm=True, attention_softcap=None)),
 }
 # The end of an architecture's name is the head's. The layers below are those of ...ForCausalLM.
-ENDINGS = "Model, EmbeddingModel, ForSequenceClassification, ForRewardModel, ForRewardModeling"
+ENDINGS = ("Model, EmbeddingModel, ForSequenceClassification, ForRewardModel, ForRewardModeling, "
+           "ForProcessRewardModel")
 HEAD = re.compile(rf"(Text)?(ForCausalLM|{ENDINGS.replace(', ', '|')})$")
 SUPPORTED = f"one of {', '.join(FAMILIES)}, or with another ending that pools: {ENDINGS}"
 # Entries where null means "off", or as many as heads; in all others it means "as usual", like

@@ -4,6 +4,7 @@
     Qwen3Model, ...ForCausalLM  embed       none; the LM head is not loaded   L2-normalise
     ...ForSequenceClassification  classify  `score`, a matrix                 softmax, or sigmoid
     ...ForRewardModel           -           `score`, two layers (Qwen's)      none; or sigmoid
+    ...ForProcessRewardModel    -           the same, two classes a token     softmax
     ...ForCausalLM, with        classify    rows of the LM head: a reranker   sigmoid
       classifier_from_token                 that answers "yes" or "no"
 
@@ -119,7 +120,8 @@ class Pooler:
         self.labels = entries.get("id2label") or {}
         labels = entries.get("num_labels") or len(self.labels)
         # Two are transformers' default. Qwen's reward models have one, whatever their config says.
-        self.num_labels = 1 if self.kind == "reward" else labels or 2
+        judges_steps = str(entries.get("architectures")).count("ForProcessRewardModel")
+        self.num_labels = 1 if self.kind == "reward" and not judges_steps else labels or 2
         if words := entries.get("classifier_from_token"):
             self.token_ids = _token_ids(words, tokenizer)
             method = entries.get("method") or (
@@ -137,7 +139,8 @@ class Pooler:
         self.activation = {
             "regression": "identity", "multi_label_classification": "sigmoid"}.get(
                 entries.get("problem_type"), "sigmoid" if self.num_labels == 1 else "softmax")
-        if self.kind == "reward":  # it is no probability, unless somebody asks for one; as in vLLM
+        # A reward is no probability, unless somebody asks for one; as in vLLM.
+        if self.kind == "reward" and not judges_steps:
             self.activation, self.use_activation = "sigmoid", False
 
     def __str__(self) -> str:
@@ -306,7 +309,7 @@ def _find_kind(convert: str, architecture: str, entries: dict) -> str:
                          "convert='embed' or 'classify'")
     if convert in TASKS:
         return convert
-    if architecture.endswith(("ForRewardModel", "ForRewardModeling")):
+    if architecture.endswith(("ForRewardModel", "ForRewardModeling", "ForProcessRewardModel")):
         return "reward"
     classifies = (architecture.endswith("ForSequenceClassification")
                   or "classifier_from_token" in entries)

@@ -182,8 +182,6 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(pooler_config={"pooling_type": "STEP"}), "pooling_type must be one of CLS.*'STEP'"),
     (dict(hf_overrides={"architectures": ["Qwen3ForTokenClassification"]}),
      "Qwen3ForTokenClassification is not supported.*ForSequenceClassification"),
-    (dict(hf_overrides={"architectures": ["Qwen2ForProcessRewardModel"]}),  # vLLM's STEP
-     "Qwen2ForProcessRewardModel is not supported.*ForRewardModel"),
     (dict(hf_overrides={"architectures": ["BertModel"]}), "BertModel is not supported"),
     (dict(pooler_config={"dimensions": 8}), "is_matryoshka"),
     (dict(hf_overrides={"is_causal": False}), "is_causal"),

@@ -51,6 +51,7 @@ def test_the_activation_is_what_the_model_was_trained_for(classifiers, prompts, 
 @pytest.mark.parametrize("architecture, options", [
     ("Qwen3ForRewardModel", dict(runner="auto")), ("Qwen3ForRewardModeling", dict(runner="auto")),
     ("Qwen3Model", dict(runner="auto", convert="reward")),
+    ("Qwen3ForProcessRewardModel", dict(runner="auto")),
     ("Qwen3ForCausalLM", dict(runner="pooling", convert="reward"))], ids=str)
 def test_rewards_for_each_token(qwen3, prompts, hidden_states, tmp_path, architecture, options):
     """Qwen's reward models have two layers for a head. transformers has no class for them. Their
@@ -59,8 +60,10 @@ def test_rewards_for_each_token(qwen3, prompts, hidden_states, tmp_path, archite
     shutil.copytree(qwen3, folder)
     del tensors["lm_head.weight"]
     generator = torch.Generator().manual_seed(3)
-    w0, w2 = (torch.randn(n, 64, generator=generator) / 64 for n in (64, 1))
-    b0, b2 = (torch.randn(n, generator=generator) for n in (64, 1))
+    judges_steps = "Process" in architecture  # Qwen2.5-Math-PRM: whether a step is right
+    sizes = (64, 1 + judges_steps)
+    w0, w2 = (torch.randn(n, 64, generator=generator) / 64 for n in sizes)
+    b0, b2 = (torch.randn(n, generator=generator) for n in sizes)
     tensors |= {"score.0.weight": w0, "score.0.bias": b0, "score.2.weight": w2, "score.2.bias": b2}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", architectures=[architecture])
@@ -68,10 +71,14 @@ def test_rewards_for_each_token(qwen3, prompts, hidden_states, tmp_path, archite
                 for prompt in prompts]
     with start(folder, max_num_batched_tokens=33, **options) as llm:
         outputs = llm.encode(prompts, pooling_task="token_classify", use_tqdm=False)
-        assert_close(data(outputs), expected)  # a reward is no probability
-        use = PoolingParams(use_activation=True)
-        outputs = llm.encode(prompts, use, pooling_task="token_classify", use_tqdm=False)
-        assert_close(data(outputs), [torch.sigmoid(rewards) for rewards in expected])
+        # A reward is no probability; that of a step is, and comes as one.
+        activation = (lambda x: x.softmax(-1)) if judges_steps else torch.sigmoid
+        active = [activation(rewards) for rewards in expected]
+        assert_close(data(outputs), active if judges_steps else expected)
+        for use in (True, False):
+            outputs = llm.encode(prompts, PoolingParams(use_activation=use),
+                                 pooling_task="token_classify", use_tqdm=False)
+            assert_close(data(outputs), active if use else expected)
         with pytest.raises(ValueError, match="token_classify"):
             llm.embed("a")
 
