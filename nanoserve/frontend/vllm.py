@@ -61,8 +61,9 @@ THOUGHTS = ("thinking_token_budget bounds a thought, and a chat says in "
 
 TABLE = (
     # The model and its files.
-    Row("LLM", "tokenizer_mode", "the tokenizer is the one that transformers' AutoTokenizer reads: "
-        "name another with tokenizer=", ("auto",)),
+    Row("LLM", "tokenizer_mode", "the tokenizer is the one that transformers' AutoTokenizer reads, "
+        "Mistral's own from a tekken.json: leave it out, or name another with tokenizer=",
+        ("auto",)),
     Row("LLM", "config_format", "config.json is Hugging Face's: leave it out", ("auto", "hf")),
     Row("LLM", "tokenizer_revision code_revision", "fetch it with huggingface_hub."
         "snapshot_download(..., revision=...), and name its folder"),
@@ -146,8 +147,7 @@ TABLE = (
     Row("SamplingParams", "do_sample", "temperature=0 is greedy", (True,)),
     Row("SamplingParams", "n_predict num_predict max_length", "use max_tokens"),
     Row("SamplingParams", "stop_sequences", "use stop"),
-    Row("SamplingParams", "spaces_between_special_tokens", "special tokens have no space between "
-        "them; skip_special_tokens=True leaves them out of the text", (True,)),
+    Row("SamplingParams", "spaces_between_special_tokens"),  # there are none, as with False
     Row("SamplingParams call", "truncate_prompt_tokens", "pass the last token ids of the prompt; "
         "for a pooling model set it in PoolingParams"),
     Row("LLM prompt body", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
@@ -177,7 +177,6 @@ TABLE = (
         "hand over an image of PIL, a path or bytes, and a sound as an array: see "
         "docs/vision.md"),
     Row("import", "ModelRegistry", "an architecture is a row in checkpoint/, see docs/models.md"),
-    Row("import", "random_uuid", "use uuid.uuid4().hex"),
     Row("import", "envs", "options of LLM(...) say what vLLM's environment variables do"),
     # vLLM's options of its server.
     Row("serve", "uvicorn_log_level disable_uvicorn_access_log disable_fastapi_docs max_log_len "

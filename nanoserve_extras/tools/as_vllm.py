@@ -16,17 +16,25 @@ text is not patched, which would change its lines.
 import argparse
 import runpy
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from uuid import uuid4
+
+from transformers import AutoTokenizer
 
 import nanoserve
+from nanoserve.checkpoint.hub import find_model
+from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.frontend.command import command
-from nanoserve.frontend.vllm import ROWS, nearest
+from nanoserve.frontend.vllm import ROWS, in_our_words, nearest
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
-from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER
+from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated
 
 VERSION = "0.33.0"  # the vLLM whose names these are: some scripts ask
 MODULES = {"vllm", *(f"vllm.{name}" for name in """
@@ -36,7 +44,7 @@ MODULES = {"vllm", *(f"vllm.{name}" for name in """
     v1.engine.async_llm v1.engine.llm_engine v1.metrics v1.metrics.reader
     logprobs assets assets.image assets.audio assets.video multimodal multimodal.utils
     utils.network_utils distributed.weight_transfer distributed.weight_transfer.nccl_common
-    distributed.weight_transfer.packed_tensor""".split())}
+    distributed.weight_transfer.packed_tensor tokenizers renderers renderers.hf""".split())}
 # Names that are not in `nanoserve` itself: where they are, and what they are called there.
 HOMES = {"EngineArgs": ("nanoserve_extras.tools.as_vllm", "CliEngineArgs"),
          "AsyncEngineArgs": ("nanoserve_extras.tools.as_vllm", "CliEngineArgs"),
@@ -44,6 +52,9 @@ HOMES = {"EngineArgs": ("nanoserve_extras.tools.as_vllm", "CliEngineArgs"),
          "AsyncLLM": ("nanoserve_extras.server.async_llm", "AsyncLLM"),
          "AsyncLLMEngine": ("nanoserve_extras.server.async_llm", "AsyncLLM"),
          "PromptType": ("nanoserve.frontend.prompts", "Prompt"),
+         "SamplingParams": ("nanoserve_extras.tools.as_vllm", "ScriptParams"),
+         **{name: ("nanoserve_extras.tools.as_vllm", name)
+            for name in ("random_uuid", "get_tokenizer", "resolve_chat_template")},
          "init_logger": ("logging", "getLogger"),
          "cleanup_dist_env_and_memory": ("gc", "collect")}
 HOMES |= {"LLM": ("nanoserve_extras.tools.as_vllm_trl", "TrainersLLM")} | {
@@ -86,6 +97,11 @@ class StandInFinder:
                                       "vllm that scripts use", name=name)
         return None
 
+    def find_distributions(self, context: Any) -> Iterator["Package"]:
+        """For who asks importlib.metadata which vLLM is installed."""
+        if context.name in (None, "vllm"):
+            yield Package()
+
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return StandIn(spec.name)
 
@@ -96,8 +112,47 @@ class StandInFinder:
 # ------------------------------------------ what only scripts for vLLM use
 
 
+class Package(Distribution):
+    """The metadata of an installed package."""
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Name: vllm\nVersion: {VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: str) -> Path:
+        return Path(path)
+
+
+class ScriptParams(nanoserve.SamplingParams):
+    """`SamplingParams` in which True is the number 1, as in vLLM's."""
+
+    def __post_init__(self):
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(said := getattr(self, name), bool):
+                setattr(self, name, int(said) or None)
+        super().__post_init__()
+
+
+def random_uuid() -> str:
+    return uuid4().hex
+
+
+def get_tokenizer(name: str, *, tokenizer_mode: str = "auto", **options: Any) -> Tokenizer:
+    """transformers', with its options."""
+    said = in_our_words("get_tokenizer()", "LLM", dict(tokenizer_mode=tokenizer_mode), ())
+    return AutoTokenizer.from_pretrained(find_model(name, weights=False), **options, **said)
+
+
+def resolve_chat_template(tokenizer: Tokenizer, chat_template: str | None = None,
+                          **others: Any) -> str | None:
+    """The template that a chat is written by; tools and the model's class choose none here."""
+    return chat_template or tokenizer.chat_template
+
+
 class CliEngineArgs(EveryOption):
     """`nanoserve.EngineArgs` with the two methods that read a command line."""
+
+    def __init__(self, **options):
+        super().__init__(**translated(options))
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -16,8 +16,10 @@ begins.
 """
 
 import weakref
+from copy import copy
 from types import SimpleNamespace
 
+from nanoserve.checkpoint.hub import find_model
 from nanoserve.config import SamplingParams
 from nanoserve.llm import LLM
 
@@ -32,10 +34,29 @@ def only_server(*args, **options):
                      "vllm_mode='colocate'")
 
 
+# vLLM's older word for what an engine is made for.
+TASKS = dict(auto={}, generate=dict(runner="generate"), score=dict(runner="pooling"))
+TASKS |= {task: dict(runner="pooling", convert=kind) for task, kind in dict(
+    embed="embed", embedding="embed", classify="classify", reward="reward").items()}
+
+
+def translated(options: dict) -> dict:
+    """What scripts for older vLLMs say, in today's words."""
+    options = {name: value for name, value in options.items() if name != "swap_space"}
+    if options.get("task") in TASKS:
+        options = TASKS[options.pop("task")] | options
+    return options
+
+
 class TrainersLLM(LLM):
-    """`LLM` with the options and the inner parts of vLLM's that TRL knows."""
+    """`LLM` with the options and the inner parts of vLLM's that TRL and others know."""
 
     def __init__(self, model: str, **options):
+        options = translated(options)
+        if options.get("tokenizer_mode") == "mistral":
+            files = {file.name for file in find_model(model, weights=False).glob("*")}
+            if "tekken.json" in files and "tokenizer.json" not in files:
+                del options["tokenizer_mode"]  # Mistral's own rules read it anyway
         backend = options.pop("distributed_executor_backend", None)
         if backend != "external_launcher" or options.get("tensor_parallel_size", 1) > 1:
             options["distributed_executor_backend"] = backend  # refused, unless it asks for nothing
@@ -45,6 +66,8 @@ class TrainersLLM(LLM):
         if options.get("model_impl") == "vllm":
             options["model_impl"] = "auto"
         super().__init__(model, **options)
+        self.model_config = copy(self.model_config)  # vLLM's has the length as well, ...
+        object.__setattr__(self.model_config, "max_model_len", self.config.max_model_len)
         self.collected: dict = {}
         take = weakref.WeakMethod(self.load_weights)  # a circle would keep a forgotten engine
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda pairs: take()(pairs)))
@@ -61,13 +84,14 @@ class TrainersLLM(LLM):
             self.update_weights(collected)
         return super().reset_prefix_cache()
 
-    def generate(self, prompts, sampling_params=None, **options) -> list:
+    def generate(self, *args, **options) -> list:
         """Raises `ValueError` for processed logprobs that would not be the model's own."""
+        sampling_params = options.get("sampling_params", args[1] if len(args) > 1 else None)
         one_or_many = sampling_params if isinstance(sampling_params, list) else [sampling_params]
         for params in filter(None, one_or_many):
             if self.logprobs_mode == "processed_logprobs" and params.logprobs is not None:
                 refuse_processed(params)
-        return super().generate(prompts, sampling_params, **options)
+        return super().generate(*args, **options)
 
 
 def refuse_processed(params: SamplingParams) -> None:

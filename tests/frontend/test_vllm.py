@@ -71,7 +71,7 @@ def test_an_option_that_is_missing_here_is_refused_with_its_value_and_a_way_roun
 @pytest.mark.parametrize("given", [
     dict(guided_decoding={"regex": "a"}), dict(best_of=3),
     dict(extra_args={"a": 1}), dict(use_beam_search=True), dict(truncate_prompt_tokens=5),
-    dict(spaces_between_special_tokens=False), dict(length_penalty=0.0)], ids=str)
+    dict(length_penalty=0.0)], ids=str)
 def test_a_field_of_sampling_params_is_refused_as_well(given):
     [word] = given
     with pytest.raises(ValueError, match=rf"SamplingParams: {word}=.* is not supported: \w+ \w+"):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.llm import BUNDLED_MODEL
 from nanoserve_extras.tools import as_vllm
 
 SMALL = dict(dtype="float32", max_model_len=256, num_gpu_blocks_override=64)
@@ -117,6 +118,38 @@ print(len(output.outputs.embedding))
 del llm
 cleanup_dist_env_and_memory()
 """
+EVALUATED = """
+# What lm-eval's `--model vllm` does (0.4.13), and older scripts' words.
+from importlib.metadata import version
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.renderers.hf import resolve_chat_template
+from vllm.tokenizers import get_tokenizer
+from vllm.utils import random_uuid
+
+assert version("vllm").split(".")[0] == "0" and len(random_uuid()) == 32
+llm = LLM(model="storyteller", revision=None, dtype="float32", tokenizer=None,
+          tokenizer_mode="auto", tokenizer_revision=None, trust_remote_code=False,
+          max_model_len=256, max_num_seqs=None, quantization=None, seed=1234, swap_space=4,
+          task="generate", limit_mm_per_prompt={"image": 0, "video": 0}, num_gpu_blocks_override=64)
+config = llm.llm_engine.model_config
+assert config.max_model_len == 256
+tokenizer = get_tokenizer("storyteller", tokenizer_mode="auto", trust_remote_code=False,
+                          revision=None)
+assert tokenizer.chat_template == resolve_chat_template(
+    tokenizer=tokenizer, chat_template=None, tools=None, model_config=config)
+ids = tokenizer("Once upon a time").input_ids
+params = SamplingParams(temperature=0, prompt_logprobs=True, max_tokens=8, logprobs=False,
+                        skip_special_tokens=False, spaces_between_special_tokens=False)
+[output] = llm.generate([TokensPrompt(prompt_token_ids=ids)], sampling_params=params,
+                        use_tqdm=True, lora_request=None)
+assert len(output.prompt_logprobs) == len(ids) and output.outputs[0].logprobs is None
+try:
+    llm.generate(prompt_token_ids=[ids], sampling_params=params)
+except ValueError as error:
+    assert "pass them as the prompts" in str(error)
+    print(output.outputs[0].text)
+"""
 SERVED = ["--max_model_len", "256", "--dtype", "float32", "--num-gpu-blocks-override", "64"]
 
 
@@ -136,7 +169,7 @@ def run(tmp_path, script: str, *words: str) -> None:
 
 @pytest.mark.parametrize("script, words", [
     (BASIC, ()), (COMMAND_LINE, (*SERVED, "--max-tokens", "8", "--temperature", "0")),
-    (BY_HAND, ("--model", "storyteller", *SERVED)), (ASYNCHRONOUS, ())])
+    (BY_HAND, ("--model", "storyteller", *SERVED)), (ASYNCHRONOUS, ()), (EVALUATED, ())])
 def test_a_program_prints_what_generate_gives(tmp_path, capsys, told, script, words):
     pytest.importorskip("uvicorn")
     run(tmp_path, script, *words)
@@ -155,7 +188,7 @@ def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
     ("from vllm.assets.image import ImageAsset", "an image of PIL"),
     ("from vllm import SamplingParam", "did you mean SamplingParams"),
     ("import vllm; vllm.xyzzy", "it is not here"),
-    ("from vllm.logprobs import Logprob; from vllm.utils import random_uuid", "uuid4"),
+    ("from vllm.logprobs import Logprob; from vllm import ModelRegistry", "row in checkpoint"),
     ("from vllm import envs", "options of LLM"),
     ("import vllm.model_executor.layers", "no vllm.model_executor"),
     ("from vllm.config import KVTransferConfig", "kv_store='folder'")])
@@ -167,6 +200,16 @@ def test_a_name_that_is_missing_says_what_to_use(tmp_path, line, said):
 def test_every_name_is_there():
     for name, (module, ours) in as_vllm.HOMES.items():
         assert getattr(as_vllm.import_module(module), ours) is not None, name
+
+
+def test_words_of_older_vllms_are_translated_and_others_refused():
+    options = as_vllm.CliEngineArgs(model="m", task="embed", swap_space=4, max_model_len=9)
+    assert (options.runner, options.convert, options.max_model_len) == ("pooling", "embed", 9)
+    for wrong, said in ((dict(task="draw"), "task='draw' is not supported: use runner"),
+                        (dict(tokenizer_mode="mistral"), "leave it out")):
+        with pytest.raises(ValueError, match=said):
+            as_vllm.import_module("nanoserve_extras.tools.as_vllm_trl").TrainersLLM(
+                str(BUNDLED_MODEL), **wrong)
 
 
 def test_a_pooler_config_of_another_task_is_refused():
