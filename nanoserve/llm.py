@@ -74,6 +74,12 @@ def read_options(model: str, options: dict) -> EngineConfig:
         raise TypeError(f"{error}{NO_EXTRAS}") from None
 
 
+def read_file(model: str | Path) -> str | Path:
+    """Whatever is named, but for a file of a format that an extra turns into a folder."""
+    table = the_extras()
+    return model if table is None else table.read_file(model)
+
+
 def read_model(args: EngineConfig, folder: Path, given: Iterable[Extra] = (),
                ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
     """The engine's own options, the checkpoint's config, and all extras: those that options and
@@ -97,7 +103,7 @@ class LLM(LLMEngine):
                  **options):
         given = rules.checked("extras", EXTRAS, extras)
         args = read_options(str(model), options)
-        folder = find_model(model, weights=args.load_format != "dummy",
+        folder = find_model(read_file(model), weights=args.load_format != "dummy",
                             code=args.trust_remote_code, revision=args.revision)
         asked, self.model_config, extras = read_model(args, folder, given)
         device = pick_device(asked.device)

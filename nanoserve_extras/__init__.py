@@ -57,6 +57,11 @@ def method_of(llm: Any, name: str) -> Callable:
     return missing
 
 
+def read_file(model: Any) -> Any:
+    """The folder of a GGUF file, which is made once; whatever else is named stays as it is."""
+    return find("tools.convert.kept")(model) if str(model).endswith(".gguf") else model
+
+
 def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any, list]:
     """Options and checkpoint become extras.
 

@@ -1,6 +1,7 @@
 """A GGUF file becomes a folder that this engine serves: config, tokenizer, and plain weights.
 
     nanoserve convert Qwen3-0.6B-Q8_0.gguf Qwen3-0.6B      then: nanoserve serve Qwen3-0.6B
+    LLM("Qwen3-0.6B-Q8_0.gguf")                            the same, once, in the cache folder
 
 GGUF (llama.cpp's format) is one file with metadata, a tokenizer, and weights in small blocks, each
 with a scale. transformers names the network's class, and multiplies the blocks out; what the
@@ -19,7 +20,7 @@ thirty kinds, each with products of its own.
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import disk_usage
@@ -28,6 +29,8 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 
+from nanoserve.device.build import cache_folder, digest
+from nanoserve.frontend.progress import say
 from nanoserve.llm import read_model
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.gguf_entries import (
@@ -84,6 +87,34 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     print(f"{folder}: {name}, {size / 1e6:,.1f} MB in {dtype}, of "
           f"{file.stat().st_size / 1e6:,.1f} MB in {file.name}")
     print(f"What rounding the file's numbers once more changes, relative to them: {loss:.2%}")
+
+
+def kept(model: str | Path) -> Path:
+    """The folder that a file was converted into, or is now. A file of another content, by its size
+    and time, is another one. Raises `ValueError` for what can't be converted."""
+    file, cache = Path(model).expanduser(), cache_folder()
+    if not file.is_file():
+        raise ValueError(f"model={str(model)!r}: there is no such file")
+    remedy = f"nanoserve convert {file.name} FOLDER, and name the folder"
+    if cache is None:
+        raise ValueError(f"model={str(model)!r}: there is no cache folder of this user's own to "
+                         f"convert it into: {remedy}")
+    status = file.stat()
+    about = digest(repr((status.st_size, status.st_mtime_ns, transformers.__version__)).encode())
+    folder = cache / "gguf" / f"{file.stem}-{about}"
+    if not folder.exists():
+        say(f"{file.name} is converted into {folder}, once. For another dtype or place: {remedy}")
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
+        try:
+            with redirect_stdout(sys.stderr):
+                convert(file, folder, DTYPES[0])
+        except OSError:
+            if not folder.exists():  # else another process was faster
+                raise
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+    return folder
 
 
 def check(file: Path, folder: Path) -> None:

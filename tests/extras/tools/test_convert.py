@@ -167,9 +167,32 @@ def test_bad_input_is_named_before_anything_is_read(tmp_path, capsys, monkeypatc
     assert (full / "kept").read_text() == "mine" and not (tmp_path / "new").exists()
 
 
-def test_a_gguf_file_is_no_model_and_the_remedy_is_said(tmp_path):
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match="is a GGUF file: make a folder of it with nanoserve conv"):
+def test_a_gguf_file_is_a_model_and_is_converted_once(made, tmp_path, monkeypatch, capfd):
+    """What its user means by LLM("x.gguf"). Numbers are rounded to bfloat16 on the way."""
+    file, dense = made()
+    save_file({name: one.bfloat16().float() for name, one in load_file(
+        dense / "model.safetensors").items()}, dense / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    expected = texts(dense)
+    capfd.readouterr()
+    for times in (1, 0):
+        assert texts(str(file)) == expected
+        out, said = capfd.readouterr()
+        assert said.count("tiny.gguf is converted into") == times and not out
+    file.write_bytes(file.read_bytes() + bytes(32))  # another file of that name
+    assert texts(file) == expected
+    assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 2
+
+
+def test_a_gguf_file_that_can_not_be_converted_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    with pytest.raises(ValueError, match="a.gguf': there is no such file"):
+        LLM(tmp_path / "a.gguf")
+    (tmp_path / "a.gguf").write_bytes(b"GGUE")
+    with pytest.raises(ValueError, match="a.gguf is no GGUF file"):
+        LLM(tmp_path / "a.gguf")
+    monkeypatch.setattr(convert, "cache_folder", lambda: None)
+    with pytest.raises(ValueError, match="nanoserve convert a.gguf FOLDER"):
         LLM(tmp_path / "a.gguf")
     with pytest.raises(ValueError, match="nanoserve convert FILE FOLDER reads GGUF.*got 'gguf'"):
         LLM(load_format="gguf")
