@@ -141,9 +141,9 @@ class BlockManager:
             return False
         for _ in range(num_missing):
             block_id, _ = self.free_blocks.popitem(last=False)
-            self._forget(block_id)
             self.ref_counts[block_id] = 1
             seq.block_table.append(block_id)
+            self._forget(block_id)  # last, so that no block is lost if an extra fails in it
         return True
 
     def commit(self, seq: Sequence) -> None:

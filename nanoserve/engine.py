@@ -212,10 +212,12 @@ class LLMEngine:
             entries, prompt_logprobs = prompt_logprobs[:n], prompt_logprobs[n:]
             if seq.finish_reason is None:  # it was not aborted meanwhile
                 self.requests[seq.request.request_id].history.add_prompt(positions, entries)
-        grown = self.scheduler.update(step, token_ids)
-        for tell in self.hooks.updated:
-            tell(step, grown)
-        self._collect(grown, step.by_sequence(logprobs))
+        try:
+            self.scheduler.update(step, token_ids)
+            for tell in self.hooks.updated:
+                tell(step, step.grown)
+        finally:  # also if an extra fails: what counts must reach its caller
+            self._collect(step.grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
 
@@ -259,7 +261,7 @@ class LLMEngine:
     def abort(self, requests: list[Request]) -> None:
         """End those of the requests that are unfinished, now or after the current step. Their
         outputs so far go to their inboxes, with `finish_reason` "abort". May be called at any time
-        and from anywhere. An error of a tokenizer is raised behind all outputs."""
+        and from anywhere. An error of a tokenizer or an extra is raised behind all outputs."""
         def work() -> None:
             errors = self._end(requests)
             while self.scheduler.in_flight and not self.requests:  # nobody else will end these
@@ -269,7 +271,7 @@ class LLMEngine:
         self.turns.post(work)
 
     def _end(self, requests: Iterable[Request], why: str | None = None) -> list[Exception]:
-        """Abort and hand over. Returns the errors of tokenizers."""
+        """Abort and hand over. Returns the errors of tokenizers and extras."""
         errors: list[Exception] = []
         for request in requests:
             if self.requests.get(request.request_id) is not request:
@@ -277,10 +279,12 @@ class LLMEngine:
             for seq in request.sequences:
                 self.scheduler.finish(seq, "abort", why)
             try:
-                request.flush()
-            except Exception as error:
+                try:
+                    request.flush()
+                finally:
+                    self._hand_over([request], request.sequences)
+            except Exception as error:  # the others are aborted, too
                 errors.append(error)
-            self._hand_over([request], request.sequences)
         return errors
 
     def shutdown(self) -> None:

@@ -13,6 +13,9 @@ the options ask for, in the order of their table, then those of `LLM(extras=[...
 added later. Where several cut a chunk, each gets what the one before it left; the first that has
 drafts for a row gives them.
 
+An error in a hook is raised to whoever asks or steps. A step that was only planned is dropped then,
+and tokens that count already reach their callers: the requests go on.
+
 Invariants: an extra may change *when* a token is computed, never *which* token comes out. It
 changes nothing but what is its own, and drops what it keeps for a sequence when that has ended. A
 call site keeps only the methods that somebody has overridden (`Hooks`), so a method that nobody
@@ -153,7 +156,7 @@ class Extra:
         runs."""
 
     def close(self) -> None:
-        """Give back memory, threads and files. Called when the engine ends, or by `remove`."""
+        """Give back memory, threads and files. Called when the engine ends; `remove` does not."""
 
 
 NAMES = [name for name, method in vars(Extra).items()

@@ -91,13 +91,14 @@ class Scheduler:
         """Give out the budget: a token to each sequence that decodes, the rest to prompts."""
         step = Step(self.num_steps, budget=self.max_num_batched_tokens)
         self.num_steps += 1
+        self.in_flight.append(step)  # from here on, so that it can be dropped if an extra fails
         if self.config.scheduling_policy == "priority":
             self._interrupt(step)
         self._schedule_prompts(step, self._schedule_decodes(step))
         if self.hooks.draft and not step.preempted:
             self._add_drafts(step)
-        if step.num_new_tokens:
-            self.in_flight.append(step)
+        if not step.num_new_tokens:
+            self.in_flight.pop()
         assert self.in_flight or step.preempted or not self.running and (
             step.sitting_out or not self.waiting), (
             f"stuck: nothing is scheduled for {[one.name for one in self.running + self.waiting]}")
@@ -194,7 +195,7 @@ class Scheduler:
         that sits out keeps a free row, so that no step searches a long queue with one prefix.
         """
         hits = self.blocks.find_prefix(seq)
-        if owner := self._pending(step, seq, len(hits)):
+        if owner := self._pending(seq, len(hits)):
             step.sitting_out[seq] = owner
             return
         num_found = sum(find(step, seq, len(hits)) for find in self.hooks.find)
@@ -222,16 +223,16 @@ class Scheduler:
         if seq.num_cached_tokens is None:  # a hit after a preemption saves nothing
             seq.num_cached_tokens = num_cached
         self.blocks.share(seq, hits)
-        self.blocks.allocate(seq, num_cached + num_new)
         self._add_row(step, seq, num_cached, num_new, num_found * self.blocks.block_size)
+        self.blocks.allocate(seq, num_cached + num_new)
 
-    def _pending(self, step: Step, seq: Sequence, num_hits: int) -> Sequence | None:
+    def _pending(self, seq: Sequence, num_hits: int) -> Sequence | None:
         """For whom a step in flight, or this one, computes the next block of `seq`. It is `seq`
         itself while the block is read from a file."""
         if num_hits >= self.blocks.max_hits(seq):
             return None
         key = self.blocks.keys(seq)[num_hits]
-        for one in (*self.in_flight, step):
+        for one in self.in_flight:  # the last is this step
             if key in one.pending_keys:
                 return one.pending_keys[key]
         return seq if any(is_reading(seq) for is_reading in self.hooks.is_reading) else None
@@ -284,7 +285,7 @@ class Scheduler:
             hits = self.blocks.find_prefix(seq)
             num_needed = self.blocks.num_needed(hits, seq.num_tokens)
             fits = self.free_rows and num_needed <= self.blocks.num_free_blocks
-            if fits or self._pending(step, seq, len(hits)):  # or it would sit out anyway
+            if fits or self._pending(seq, len(hits)):  # or it would sit out anyway
                 return
             if last.num_inflight_tokens:
                 step.stopped = last, "step", 0
@@ -306,7 +307,7 @@ class Scheduler:
         assert len(sampled) == len(step.samples()), (
             f"step {step.index} samples {len(step.samples())} tokens, got {len(sampled)}")
         self.in_flight.popleft()
-        grown: dict[Sequence, list[int]] = {}
+        grown = step.grown
         for seq, tokens in step.outcome(sampled).items():
             seq.num_unknown_tokens -= 1
             if step.drafts:  # 3 of 5 drafts are right: 6 computed, 4 count
@@ -314,23 +315,27 @@ class Scheduler:
             if seq.finish_reason is None:
                 seq.token_ids += tokens
                 grown[seq] = tokens
-        block_size = self.blocks.block_size
+        block_size, full = self.blocks.block_size, []
         for seq, num_new in step.num_new_tokens.items():
             num_done = num_new + step.num_loaded.get(seq, 0)
             seq.num_inflight_tokens -= num_done
             seq.num_computed_tokens += num_done
             if seq.finish_reason is None and (
                     num_done > 1 or seq.num_computed_tokens % block_size == 0):
-                self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
+                full.append(seq)  # one token fills a block only where it ends at a multiple
+        try:
+            for seq in full:
+                self.blocks.commit(seq)
                 self.blocks.release(seq)
-        for seq in grown:
-            request, token_id = seq.request, seq.token_ids[-1]
-            if token_id in request.stop_ids:
-                whole = not any(ask(seq) for ask in self.hooks.gave_up)
-                own = whole and token_id not in request.eos_ids  # EOS is no reason of its own
-                self.finish(seq, "stop" if whole else "length", token_id if own else None)
-            elif len(seq.token_ids) >= request.max_num_tokens:
-                self.finish(seq, "length")
+        finally:  # also if an extra fails, which is told of blocks: no text goes on behind its end
+            for seq in grown:
+                request, token_id = seq.request, seq.token_ids[-1]
+                if token_id in request.stop_ids:
+                    whole = not any(ask(seq) for ask in self.hooks.gave_up)
+                    own = whole and token_id not in request.eos_ids  # EOS is no reason of its own
+                    self.finish(seq, "stop" if whole else "length", token_id if own else None)
+                elif len(seq.token_ids) >= request.max_num_tokens:
+                    self.finish(seq, "length")
         return grown
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None,
@@ -354,12 +359,13 @@ class Scheduler:
     def drop_in_flight(self) -> None:
         """Forget all launched steps, after an error or Ctrl-C. Their tokens are scheduled again,
         and written to the same slots."""
-        for step in self.in_flight:
-            for seq in step.num_new_tokens:
-                seq.num_inflight_tokens = seq.num_unknown_tokens = 0
+        dropped = list(self.in_flight)
+        self.in_flight.clear()
+        for seq in self.running:
+            seq.num_inflight_tokens = seq.num_unknown_tokens = 0
+        for step in dropped:
             for tell in self.hooks.dropped:
                 tell(step)
-        self.in_flight.clear()
 
     def _retire(self, seq: Sequence) -> None:
         """`seq` stops running: give its row and its blocks back."""

@@ -170,6 +170,8 @@ class Step:
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     failed: dict[Sequence, str] = field(default_factory=dict)  # ends with it, and why
+    # Set by `update`: the new tokens of those that closed their gap.
+    grown: dict[Sequence, list[int]] = field(default_factory=dict)
     output: object = None  # `sampler.SamplerOutput`, once the step is launched
 
     @property

@@ -1,0 +1,64 @@
+"""The page of hooks: what becomes of an engine when an extra fails, and what it is not handed.
+
+The oracle is transformers' text.
+"""
+
+import pytest
+from helpers import hand_over
+from small_engine import drain, greedy, ids_of, make
+
+from nanoserve.extra import NAMES, Extra
+
+# More prompts than rows and blocks, so that blocks are evicted; some share a block.
+SHARED = ids_of("the same beginning")
+PROMPTS = {"a": SHARED, "b": [7] * 30, "c": [*SHARED, 5], "d": [6] * 20, "e": [*SHARED, 9]}
+IN_A_STEP = [name for name in NAMES if name not in (
+    "prepare", "attach", "ready", "check", "added", "metrics", "reset", "close")]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "overlap"])
+def engine(request, qwen3):
+    with make(qwen3, num_gpu_blocks_override=9, async_scheduling=request.param) as llm:
+        llm.check_every_step = True
+        yield llm
+
+
+@pytest.mark.parametrize("hook", IN_A_STEP)
+def test_a_hook_that_fails_is_heard_of_and_changes_no_text(llm, expected, hook):
+    """In its first call, and in a later one. Steps by hand go on to the same texts, with as many
+    logprobs as tokens; each output is handed over, and the books are in order after each step."""
+    for nth in (1, 3):
+        llm.reset_prefix_cache()
+        calls = iter(range(1, 10 ** 6))
+
+        def fail(*args):
+            if next(calls) == nth:  # noqa: B023 - it is called within this loop
+                raise KeyError(hook)
+            return getattr(Extra, hook)(None, *args)
+
+        failing, texts, errors = hand_over(llm, **{hook: fail}), {}, 0
+        for name, prompt in PROMPTS.items():
+            llm.add_request(name, prompt, greedy(12, logprobs=1))
+        while llm.has_unfinished_requests():
+            try:
+                for out in llm.step():
+                    texts[out.request_id] = out.outputs[0].token_ids
+            except KeyError:
+                errors += 1
+            llm.scheduler.check()
+        llm.remove(failing)
+        assert texts == {name: expected(prompt, 12) for name, prompt in PROMPTS.items()}
+        assert errors == (next(calls) > nth), "raised where it was called so often"
+
+
+def test_an_observer_that_fails_whenever_requests_end_keeps_none_of_them(llm):
+    def fail(sequences):
+        if sequences:
+            raise KeyError("ended")
+
+    failing = hand_over(llm, ended=fail)
+    with pytest.raises(KeyError):
+        llm.generate(list(PROMPTS.values()), greedy(4), use_tqdm=False)
+    assert not llm.requests
+    llm.remove(failing)
+    drain(llm)
