@@ -4,8 +4,8 @@
     <think> so the first </think> ...          thinking_token_budget=3
 
 The marks are those of the chat template that wrote the prompt (server/tool_format.py); a thought
-begins with the prompt, or where the model writes its mark. At the budget's end the next token may
-be the closing mark's alone, one after the other, and the model goes on behind it.
+begins with the prompt, or where the model's text begins with its mark. At the budget's end the
+next token may be the closing mark's alone, one after the other, and the model goes on behind it.
 
 Invariant: whether a token is forced follows from the tokens before it, drafts included, and not
 from the step. So drafts, preemption and other requests change no text.
@@ -17,7 +17,7 @@ forms of a chat have. Known limit: a character of several tokens may be cut by t
 import weakref
 from collections import ChainMap
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,38 +32,36 @@ from nanoserve.frontend.request import Request
 from nanoserve.sequence import Sequence, Step
 
 
+@dataclass
 class Thought:
-    """How far one sequence has got in its thought.
+    """How far one sequence has got in its thought. marks: the texts in front of and behind it."""
 
-    most: its budget. marks: the texts in front of and behind it; closing: the second one's tokens.
-    """
-
-    def __init__(self, extra: "ThinkingBudget", most: int, marks: tuple[str, str],
-                 closing: list[int], is_begun: bool):
-        self.extra, self.most, self.marks, self.closing = extra, most, marks, closing
-        self.is_begun, self.is_over = is_begun, False
-        self.num_read = self.start = 0  # start: the place of its first token
-
-    def begin(self, num_prompt_tokens: int) -> "Thought":
-        """For one of the request's samples."""
-        one = copy(self)
-        one.num_read = one.start = num_prompt_tokens
-        return one
+    extra: "ThinkingBudget"
+    most: int  # its budget
+    marks: tuple[str, str]
+    closing: list[int]  # the second mark's tokens
+    is_begun: bool
+    is_over: bool = False
+    num_read: int = 0  # tokens of the sequence
+    start: int = 0  # the place of its first token
 
     def read(self, ids: list[int]) -> "Thought":
         """Look for the marks in tokens that are new."""
         while self.num_read < len(ids) and not self.is_over:
             self.num_read += 1
             if self.is_begun:
-                self.is_over = self._ends(self.marks[1], ids)
-            elif self._ends(self.marks[0], ids):
+                self.is_over = self._ends(ids)
+                continue
+            text = self.extra.tokenizer.decode(ids[self.start:self.num_read]).lstrip()
+            if text.startswith(self.marks[0]):
                 self.is_begun, self.start = True, self.num_read
+            else:  # what begins in another way has no thought: such a mark may be an argument's
+                self.is_over = not self.marks[0].startswith(text.rstrip("\ufffd"))
         return self
 
-    def _ends(self, mark: str, ids: list[int]) -> bool:
-        """Whether the last token that was read completes the mark."""
-        end = self.num_read
-        last = self.extra.text_of(ids[end - 1])
+    def _ends(self, ids: list[int]) -> bool:
+        """Whether the last token that was read completes the second mark."""
+        end, mark, last = self.num_read, self.marks[1], self.extra.text_of(ids[self.num_read - 1])
         if mark[-1] not in last and "\ufffd" not in last:
             return False
         begin = max(self.start, end - len(mark.encode()))
@@ -154,7 +152,8 @@ class ThinkingBudget(Extra):
               prompt: str | None) -> None:
         thought = self.asked.pop(self.engine.requests[sequences[0].request.request_id], None)
         if thought is not None:
-            self.thoughts |= {seq: thought.begin(seq.num_prompt_tokens) for seq in sequences}
+            self.thoughts |= {seq: replace(thought, num_read=n, start=n) for seq in sequences
+                              for n in [seq.num_prompt_tokens]}
 
     def scheduled(self, step: Step) -> None:
         self.due.clear()

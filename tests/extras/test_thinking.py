@@ -4,12 +4,16 @@ Oracle: transformers. It writes the budget's tokens behind the prompt; the mark 
 by hand, and it goes on.
 """
 
+from copy import copy
+from types import SimpleNamespace
+
 import pytest
 from checkpoints import Reference, assert_same_text, byte_tokenizer
 from grammars import padded_checkpoint
 from helpers import poisoned
 
 from nanoserve import LLM, SamplingParams
+from nanoserve_extras.thinking import Thought
 
 TEMPLATE = ("{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>"
             "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\n{% endfor %}"
@@ -105,3 +109,18 @@ def test_another_template_has_other_marks_and_one_without_is_refused(thinking):
         [output], [plain] = (llm.chat(CHATS[1], one, chat_template=off, use_tqdm=False)
                              for one in (params, SamplingParams(temperature=0, max_tokens=9)))
         assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("text", "where"), [
+    ("<think>abcd", [9, 10, 11]), ("\n <think>\nabc", [11, 12, 13]), ("so <think>abcd", []),
+    ("<think>ab</think>cdefgh", [*range(9, 17)]), ("<thunk><think>abcd", []), ("<thin", [])])
+def test_where_the_budget_of_a_thought_ends(text, where):
+    """Behind two tokens, which are characters here; the mark itself may be written then. A mark
+    within an answer, a call's argument say, begins no thought."""
+    letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    extra = SimpleNamespace(tokenizer=letters, text_of=chr)
+    thought, ids = Thought(extra, 2, ("<think>", "</think>"), [], False), [*map(ord, text)]
+    found = [end for end in range(len(ids) + 1) if copy(thought).read(ids[:end]).num_over(end) >= 0]
+    for end in range(len(ids) + 1):  # the same token by token
+        assert (thought.read(ids[:end]).num_over(end) >= 0) == (end in found)
+    assert found == where
