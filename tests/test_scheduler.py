@@ -263,8 +263,7 @@ def test_what_can_never_fit_is_refused_and_the_rest_is_served(num_prompt, max_to
     seq = add(scheduler, 8, 4)
     run_step(scheduler)
     num_tokens = num_prompt + max_tokens
-    with pytest.raises(ValueError, match=f"{num_tokens} tokens can't fit.*16 tokens.*4 blocks of 4"
-                                         ".*kv_cache_memory_bytes.*max_tokens"):
+    with pytest.raises(ValueError, match=f"{num_tokens} .*16 .*kv_cache_memory_bytes.*max_tokens"):
         add(scheduler, num_prompt, max_tokens)
     scheduler.check()
     run(scheduler)

@@ -203,7 +203,7 @@ def test_steps_come_back_in_order_with_all_their_tokens():
     scheduler = make()
     add(scheduler, 5, 3)
     first, second = scheduler.schedule(), scheduler.schedule()
-    with pytest.raises(AssertionError, match="step 1 is not the oldest step in flight"):
+    with pytest.raises(AssertionError, match="step 1 .*oldest"):
         scheduler.update(second, [1])
     with pytest.raises(AssertionError, match="step 0 samples 1 tokens, got 2"):
         scheduler.update(first, [1, 2])

@@ -46,7 +46,7 @@ def tables_in(text: str) -> list[list[list[str]]]:
 def test_a_dry_run_fails_where_a_line_of_a_table_does(tmp_path, monkeypatch):
     """The sweep's stand-in for `_tiles` took five arguments where it got six, and nobody saw it."""
     monkeypatch.setattr(gpu_attention.kernels, "_num_splits", lambda rows, heads: 1)
-    with pytest.raises(SystemExit, match="(?s)decode table: .*TypeError.*decode sweep: no launch"):
+    with pytest.raises(SystemExit, match="(?s)decode table.*TypeError.*decode sweep"):
         gpu.main(["--dry-run", "--part", "attention", "--out", str(tmp_path)])
 
 

@@ -74,7 +74,7 @@ def test_a_tied_head_that_is_stored_again(copy_of, references):
     with LLM(folder, num_gpu_blocks_override=16) as llm:  # the first of the two by its name
         assert greedy(llm) == references("qwen3-tied", list(range(20)), 8)[0]
     pickled(folder, {"pytorch_model.bin": tensors | {"lm_head.weight": embedding + 1}})
-    with pytest.raises(ValueError, match="lm_head.weight is not the embedding.*hf_overrides"):
+    with pytest.raises(ValueError, match="lm_head.weight.*hf_overrides"):
         load(folder)
 
 
@@ -85,7 +85,7 @@ def test_each_tensor_is_still_wanted_exactly_once(copy_of):
     load(folder)  # the one file that everybody knows; what lies beside it is somebody else's
     (folder / "pytorch_model.bin").rename(folder / "pytorch_model-1.bin")
     torch.save({"model.norm.weight": torch.zeros(64)}, folder / "pytorch_model-2.bin")
-    with pytest.raises(ValueError, match="pytorch_model-2.bin.*model.norm.weight .*comes twice"):
+    with pytest.raises(ValueError, match="pytorch_model-2.bin.*model.norm.weight.*twice"):
         load(folder)
 
 
@@ -96,7 +96,7 @@ def test_safetensors_are_preferred_and_can_be_insisted_on(copy_of, references):
     with pytest.raises(ValueError, match="pytorch_model.bin can't be read"):
         LLM(folder, load_format="pt")
     pickled(folder)
-    with pytest.raises(ValueError, match=r"qwen3 holds no \*.safetensors file"):
+    with pytest.raises(ValueError, match=r"qwen3.*\*.safetensors"):
         LLM(folder, load_format="safetensors")
     with LLM(folder, load_format="pt", num_gpu_blocks_override=16) as llm:
         assert greedy(llm) == references("qwen3", list(range(20)), 8)[0]
@@ -121,8 +121,7 @@ def test_a_file_that_wants_to_execute_something_is_refused(copy_of, tmp_path, ho
         file.write_bytes(pickle.dumps(content, protocol=2))
     else:
         torch.save(content, file, _use_new_zipfile_serialization=how == "archive")
-    with pytest.raises(ValueError, match=r"pytorch_model.bin asks for .*system, which is no tensor "
-                                         "and could execute anything: .* safetensors"):
+    with pytest.raises(ValueError, match="pytorch_model.bin .*system.*safetensors"):
         load(folder)
     assert not mark.exists()
 
@@ -132,7 +131,7 @@ def test_a_file_that_wants_to_execute_something_is_refused(copy_of, tmp_path, ho
 def test_a_truncated_pickle_is_named(copy_of, length, zipped):
     file = pickled(copy_of("qwen3"), _use_new_zipfile_serialization=zipped) / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(ValueError, match=r"pytorch_model.bin can't be read, .*truncated"):
+    with pytest.raises(ValueError, match="pytorch_model.bin.*truncated"):
         load(file.parent)
 
 
@@ -140,7 +139,7 @@ def test_a_truncated_pickle_is_named(copy_of, length, zipped):
     [1, 2], {"state_dict": {"a": torch.zeros(2)}}, {5: torch.zeros(2)}, torch.zeros(2)], ids=str)
 def test_another_programs_pickle_is_refused(copy_of, content):
     folder = pickled(copy_of("qwen3"), {"pytorch_model.bin": content})
-    with pytest.raises(ValueError, match="must hold a dict of tensors, got .*another program's"):
+    with pytest.raises(ValueError, match="must hold a dict"):
         load(folder)
 
 

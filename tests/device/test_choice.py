@@ -22,11 +22,11 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch, dummy):
     monkeypatch.setattr(choice.shutil, "which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto") == "cpu"
-    with pytest.raises(ValueError, match='device=\'cuda\'.*no GPU.*device="cpu"'):
+    with pytest.raises(ValueError, match='device=\'cuda\'.*device="cpu"'):
         start(dummy, device="cuda")
-    with pytest.raises(ValueError, match='device must be .*"cuda:1".*, got \'gpu:1\''):
+    with pytest.raises(ValueError, match='device .*"cuda:1".*got \'gpu:1\''):
         start(dummy, device="gpu:1")
-    with pytest.raises(ValueError, match="device='cuda:1' names one GPU, and 2 ranks"):
+    with pytest.raises(ValueError, match="device='cuda:1'.*2 ranks"):
         EngineConfig(model="none", device="cuda:1", tensor_parallel_size=2)
 
 
@@ -47,7 +47,7 @@ def cards(monkeypatch):
 def test_a_gpu_is_chosen_by_its_number(cards):
     assert [pick_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
         "cuda", "cpu", "cuda", "cuda:1"]
-    with pytest.raises(ValueError, match="device='cuda:2', but torch sees cuda:0, cuda:1: use"):
+    with pytest.raises(ValueError, match="device='cuda:2'.*cuda:0, cuda:1"):
         pick_device("cuda:2")
 
 
@@ -59,7 +59,7 @@ def test_a_gpu_for_which_torch_has_no_code_is_named(cards, dummy, capability, ru
     cards[0] = capability
     assert pick_device("auto") == ("cuda" if runs else "cpu")
     if not runs:
-        with pytest.raises(ValueError, match="no code for card 0.*7.5.*sm_80 sm_90a.*another"):
+        with pytest.raises(ValueError, match="card 0.*7.5.*sm_80 sm_90a"):
             pick_device("cuda")
         asked = EngineConfig(model="none", kernels="torch")
         fitted, [said] = fit_to_device(resolve(asked, "cpu", ModelConfig.from_folder(dummy)), asked)
@@ -67,10 +67,10 @@ def test_a_gpu_for_which_torch_has_no_code_is_named(cards, dummy, capability, ru
 
 
 @pytest.mark.parametrize("built_for, error, says", [
-    (None, None, "built without CUDA .*pytorch.org"),
+    (None, None, "without CUDA"),
     ("12.8", "The NVIDIA driver on your system is too old (found version 11040)",
-     "built for CUDA 12.8, can't use it .*too old.*update the driver"),
-    ("12.8", None, "CUDA finds none .nvidia-smi")])
+     "CUDA 12.8.*too old"),
+    ("12.8", None, "nvidia-smi")])
 def test_a_gpu_that_torch_cannot_see_is_told(monkeypatch, tmp_path, dummy, built_for, error, says):
     """A trace of its driver is there, and once the engine ran on the CPU without a word."""
     def init():
@@ -88,9 +88,9 @@ def test_a_gpu_that_torch_cannot_see_is_told(monkeypatch, tmp_path, dummy, built
     assert fit_to_device(config, asked)[1] == []
     trace.touch()
     [said] = fit_to_device(config, asked)[1]
-    assert re.search(f"may be a GPU .*nvidiactl.*{says}.*The CPU takes its place", said)
+    assert re.search(f"nvidiactl.*{says}.*CPU", said)
     assert fit_to_device(config, dataclasses.replace(asked, device="cpu"))[1] == []
-    with pytest.raises(ValueError, match=f"device='cuda', but there may.*{says}"):
+    with pytest.raises(ValueError, match=f"device='cuda'.*{says}"):
         pick_device("cuda")
 
 
@@ -108,7 +108,7 @@ def test_a_card_without_bfloat16_gets_float16(dummy, monkeypatch):
     fitted, said = fit("cuda")
     assert fitted.dtype == "float16" and "an old card has no bfloat16" in said[0]
     assert fit("cpu")[0].dtype == "bfloat16"
-    with pytest.raises(ValueError, match='dtype="bfloat16", but an old card.*"float16"'):
+    with pytest.raises(ValueError, match='dtype="bfloat16".*an old card.*"float16"'):
         fit("cuda", dtype="bfloat16")
 
 
@@ -124,7 +124,7 @@ def test_a_gpu_without_triton_says_so_and_works_without(dummy, monkeypatch):
     fitted, said = fit_to_device(resolve(asked, "cuda", config), asked)
     assert fitted.kernels == "torch" and "No module named 'triton'" in said[0] and "slow" in said[0]
     asked = EngineConfig(model="none", kernels="triton")
-    with pytest.raises(ValueError, match="kernels='triton'.*No module.*install.*'torch'"):
+    with pytest.raises(ValueError, match="kernels='triton'.*No module.*'torch'"):
         fit_to_device(resolve(asked, "cuda", config), asked)
 
 
@@ -145,7 +145,7 @@ def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
 
     fitted, said = fit("auto")
     assert fitted.kernels == "torch" and "an old card is older" in said[0] and "slow" in said[0]
-    with pytest.raises(ValueError, match="kernels='triton', but an old card .*kernels='torch'"):
+    with pytest.raises(ValueError, match="kernels='triton'.*an old card.*kernels='torch'"):
         fit("triton")
     capability[0] = (8, 0)
     assert fit("triton")[0].kernels == "triton" and not fit("auto")[1]
@@ -153,12 +153,12 @@ def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
     fitted, said = fit("auto")
     assert fitted.kernels == "torch" and "TRITON_INTERPRET is set" in said[0]
     assert "unset it" in said[0] and "slow" in said[0]
-    with pytest.raises(ValueError, match="TRITON_INTERPRET is set.*unset it.*kernels='torch'"):
+    with pytest.raises(ValueError, match="TRITON_INTERPRET.*kernels='torch'"):
         fit("triton")
 
 
 @pytest.mark.parametrize("kernel, reason", [
-    (lambda *_: 1 / 0, "ZeroDivisionError.*apt install build-essential python3-dev"),
+    (lambda *_: 1 / 0, "ZeroDivisionError.*python3-dev"),
     (lambda x, weight, eps: x, "wrong numbers")])
 def test_a_first_kernel_that_fails_is_a_reason(dummy, monkeypatch, kernel, reason):
     """Triton can be imported without a C compiler, Python.h and libcuda.so.1, and needs them when a
@@ -171,19 +171,19 @@ def test_a_first_kernel_that_fails_is_a_reason(dummy, monkeypatch, kernel, reaso
     asked = EngineConfig(model="none", dtype="float32")
     config = resolve(asked, "cuda", ModelConfig.from_folder(dummy))
     fitted, [said] = fit_to_device(config, asked)
-    assert fitted.kernels == "torch" and re.search(f"{reason}.*'torch' takes its place", said)
-    with pytest.raises(ValueError, match=f"kernels='triton', but .*{reason}"):
+    assert fitted.kernels == "torch" and re.search(f"{reason}.*'torch'", said)
+    with pytest.raises(ValueError, match=f"kernels='triton'.*{reason}"):
         fit_to_device(config, dataclasses.replace(asked, kernels="triton"))
     twin.rms_norm = ops.rms_norm
     assert fit_to_device(config, asked) == (config, [])
 
 
 @pytest.mark.parametrize("device, kernels, reason, instead", [
-    ("cuda", "cpu", "these kernels are for CPUs", "triton"),
-    ("cpu", "triton", "there is no GPU .*TRITON_INTERPRET=1", "cpu")])
+    ("cuda", "cpu", "CPU", "triton"),
+    ("cpu", "triton", ".*TRITON_INTERPRET=1", "cpu")])
 def test_kernels_for_another_device_are_refused(dummy, monkeypatch, device, kernels, reason,
                                                 instead):
     monkeypatch.setattr(choice, "namespace", lambda name: SimpleNamespace(INTERPRETED=False))
     asked = EngineConfig(model="none", kernels=kernels, dtype="float32")
-    with pytest.raises(ValueError, match=f"kernels='{kernels}', but {reason}.*kernels='{instead}'"):
+    with pytest.raises(ValueError, match=f"kernels='{kernels}'.*{reason}.*kernels='{instead}'"):
         fit_to_device(resolve(asked, device, ModelConfig.from_folder(dummy)), asked)

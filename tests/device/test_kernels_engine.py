@@ -79,7 +79,7 @@ def test_seeded_samples_do_not_depend_on_the_company(checkpoints):
 
 def test_kernels_on_a_cpu_need_the_interpreter(checkpoints, monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="kernels='triton', but .* no GPU .*TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match="kernels='triton'.*TRITON_INTERPRET=1"):
         start(checkpoints["tiny"])
     assert namespace("triton") is kernels
 

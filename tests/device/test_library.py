@@ -77,7 +77,7 @@ X, Y = torch.zeros(3, 10, 5), torch.zeros(5, dtype=torch.int32)
     (X, torch.zeros(10, dtype=torch.int32)[::2], {}, 2), (X.to("meta"), Y, {}, 1)])
 def test_what_does_not_fit_is_refused(library, x, y, sizes, argument):
     """By dtype, shape, strides, device; the words name the function and the argument."""
-    with pytest.raises(ValueError, match=rf"tell takes T x\[a .* argument {argument} is "):
+    with pytest.raises(ValueError, match=rf"tell .*T x\[a.* argument {argument}\b"):
         library.tell(x, y, 7, 0.75, told=6, **sizes)
 
 
@@ -97,7 +97,7 @@ def test_a_plain_weight_is_not_taken_for_a_packed_one():
     for wrong in (weight, packed.memory, cpu.pack(weight.bfloat16()), cpu.pack(weight[:, :16])):
         with pytest.raises((ValueError, AttributeError)):
             cpu.linear(x, wrong)
-    with pytest.raises(ValueError, match=r"product takes .* argument 4 is \(15,\)"):
+    with pytest.raises(ValueError, match=r"product .*argument 4.*\(15,\)"):
         cpu.linear(x, packed, torch.zeros(15))
 
 
@@ -113,7 +113,7 @@ def test_a_row_that_is_longer_than_its_blocks_is_refused():
     for q, wrong in ((torch.zeros(0, 2, 16), batch), (torch.zeros(1, 2, 16), short)):
         with pytest.raises(ValueError, match="queries for rows of"):
             cpu.paged_attention(q, *cache, wrong, 1.0)
-    with pytest.raises(ValueError, match="paged_attention takes"):  # 3 heads for 2 of the cache
+    with pytest.raises(ValueError, match="paged_attention"):  # 3 heads for 2 of the cache
         cpu.paged_attention(torch.zeros(1, 3, 16), *cache, batch, 1.0)
 
 
@@ -126,11 +126,11 @@ def test_a_cache_of_other_heads_or_numbers_is_refused():
                                slots).shape == (1, 2, 24)
     for size in (16, 33, 40):  # what fits in no panel, is odd, or would need a third panel
         wrong = torch.zeros(1, size)
-        with pytest.raises(ValueError, match="norm_rope_store takes"):
+        with pytest.raises(ValueError, match="norm_rope_store"):
             cpu.norm_rope_store(torch.zeros(1, 6, size), None, None, 1e-6, wrong, wrong, *cache,
                                 slots)
     for k, v in (torch.int8,) * 2, (torch.int16,) * 2, (torch.int8, torch.float32):
         wrong = cache[0].to(k), cache[1].to(v)  # in int8 without room for scales
-        with pytest.raises(ValueError, match="norm_rope_store takes"):
+        with pytest.raises(ValueError, match="norm_rope_store"):
             cpu.norm_rope_store(torch.zeros(1, 6, 24), None, None, 1e-6, angles, angles, *wrong,
                                 slots)

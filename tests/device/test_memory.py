@@ -49,8 +49,7 @@ def test_a_cache_has_no_block_too_many(dummy, kernels):
 
 
 def test_no_room_for_one_block_is_refused_with_the_numbers(dummy):
-    with pytest.raises(ValueError, match=f"no room for one KV block: {BLOCK_BYTES:,} bytes .* "
-                                         f"{BLOCK_BYTES - 1:,} .*kv_cache_memory_bytes"):
+    with pytest.raises(ValueError, match=f"{BLOCK_BYTES:,} .*{BLOCK_BYTES - 1:,} .*kv_cache"):
         start(dummy, kv_cache_memory_bytes=BLOCK_BYTES - 1)
     assert_serves(start(dummy, kv_cache_memory_bytes=BLOCK_BYTES))
 
@@ -90,7 +89,7 @@ print(kept)
 def test_memory_taken_by_others_is_an_error_and_not_a_negative_number_of_blocks(dummy, monkeypatch):
     """Memory used by *other* processes made the block count negative (voxcpm #27)."""
     monkeypatch.setattr(memory, "free_cpu_memory", lambda: 0)
-    with pytest.raises(ValueError, match=f"{BLOCK_BYTES:,} bytes are needed, 0 .*other programs"):
+    with pytest.raises(ValueError, match=f"{BLOCK_BYTES:,} bytes.* 0 "):
         start(dummy)
     assert_serves(start(dummy, num_gpu_blocks_override=4))  # saying the size outright still works
 
@@ -157,9 +156,7 @@ def test_a_gpus_cache_is_what_the_largest_step_leaves(dummy, monkeypatch):
 
 def test_a_gpu_that_others_fill_is_an_error_with_the_numbers(dummy, monkeypatch):
     """Memory used by *other* processes made the block count negative (voxcpm #27)."""
-    with pytest.raises(ValueError, match=(
-            r"no room .* -[\d,]+ are to be had \(gpu_memory_utilization=0.9 of 80.0 GB, less 70.0 "
-            r"GB that others use, less 2.5 GB for weights and the largest step\).*other programs")):
+    with pytest.raises(ValueError, match="memory_utilization=0.9 .*80.0 GB.*70.0 GB.*2.5 GB"):
         gpu_blocks(dummy, monkeypatch, FakeGpu(others=70, weights=2, step=0.5))
 
 
@@ -248,9 +245,9 @@ def test_memory_that_nothing_has_used_yet_costs_nothing():
 
 
 def test_a_cache_that_memory_can_not_hold_is_explained(dummy):
-    with pytest.raises(ValueError, match="no memory for a KV cache of .* lower .*num_gpu_blocks"):
+    with pytest.raises(ValueError, match="KV cache.*num_gpu_blocks"):
         start(dummy, num_gpu_blocks_override=10 ** 13)
-    with pytest.raises(ValueError, match="no memory for .* lower max_num_batched_tokens=1,000,000"):
+    with pytest.raises(ValueError, match="max_num_batched_tokens=1,000,000"):
         start(dummy, num_gpu_blocks_override=8, max_num_batched_tokens=10 ** 15)
 
 

@@ -228,7 +228,7 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(dummy, tr
     engine = resolve(EngineConfig(model="none"), "cpu", config)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", broken)
-        with pytest.raises(ValueError, match="broken the state of the GPU.*draw.*start again"):
+        with pytest.raises(ValueError, match="GPU.*draw.*start again"):
             untrusted(engine, config, trusted)
     names, [said] = untrusted(engine, config, trusted)
     assert names == ("argmax", "draw", "floors") and "draw fails (illegal)" in said

@@ -109,5 +109,5 @@ def test_the_extra_of_ones_own_refuses_what_it_says():
     exec(block_after(read("CONTRIBUTING.md"), "<!-- an extra of one's own -->"), names)
     with names["llm"] as llm:
         assert llm.generate([5, 6, 7], use_tqdm=False)
-        with pytest.raises(ValueError, match="the prompt has 4 tokens, and most=3"):
+        with pytest.raises(ValueError, match="4 tokens.*most=3"):
             llm.generate([5, 6, 7, 8])

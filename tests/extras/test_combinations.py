@@ -64,15 +64,14 @@ def test_an_engine_is_refused_before_its_weights_are_read(options, names, qwen3,
     with pytest.raises(ValueError) as error:
         LLM(qwen3, **options)
     assert all(name in str(error.value) for name in names), error.value
-    assert re.search(r"it needs that .+; leave ", str(error.value))
+    assert re.search("leave .+ out", str(error.value))
 
 
 def test_the_remedy_names_what_can_be_left_out():
     model = Asked("a model", frozenset([Fact.KV_ALONE]))
     store = Asked("kv_store='x'", frozenset(), frozenset([Fact.KV_ALONE]))
-    assert clash(store, model) == clash(model, store) == (
-        "kv_store='x' does not go together with a model: it needs that KV blocks are all that a "
-        "sequence keeps; leave kv_store out")
+    said = clash(store, model)
+    assert said == clash(model, store) and re.search("kv_store='x'.* a model.*kv_store out", said)
     assert clash(store, PLAIN) is None
 
 
@@ -94,7 +93,7 @@ def test_an_extra_that_joins_later_is_checked_as_one_that_was_there(qwen3):
                 llm.add(extra)
         assert llm.extras == before
         llm.add(watcher := Extra())
-        with pytest.raises(ValueError, match="Extra has been added already"):
+        with pytest.raises(ValueError, match="Extra .*already"):
             llm.add(watcher)
         llm.remove(watcher)
         assert llm.extras == before and llm.generate([1, 2], use_tqdm=False)
@@ -103,10 +102,10 @@ def test_an_extra_that_joins_later_is_checked_as_one_that_was_there(qwen3):
 @pytest.mark.parametrize("extras", [[Mine], Mine(), 5, [None]],
                          ids=["a class", "no list", "a number", "None"])
 def test_what_is_no_extra_is_refused_by_name(extras, qwen3):
-    with pytest.raises(ValueError, match="extras must be a list of objects that inherit from Ext"):
+    with pytest.raises(ValueError, match="extras must be .*Extra"):
         LLM(qwen3, extras=extras)
 
 
 def test_an_option_that_an_extra_lacks_is_refused_with_those_that_it_has():
-    with pytest.raises(TypeError, match="no option max_lora: .*max_loras"):
+    with pytest.raises(TypeError, match="max_lora: .*max_loras"):
         LoRA(max_lora=2)

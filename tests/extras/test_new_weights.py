@@ -96,7 +96,7 @@ def test_a_tied_head_may_come_alone_and_must_not_differ(checkpoints, impl):
         with pytest.raises(ValueError):  # of another shape: found before any weight goes
             llm.update_weights(tensors | {"lm_head.weight": head[:5]})
         assert texts(llm) == before
-        with pytest.raises(ValueError, match="lm_head.weight is not .*set that to false"):
+        with pytest.raises(ValueError, match="lm_head.weight.*false"):
             llm.update_weights(tensors | {"lm_head.weight": head + 1})
 
 
@@ -157,7 +157,7 @@ NORM = "model.norm.weight"
 WRONG = {
     "one is missing": (lambda t: without(t, NORM), "missing.*norm"),
     "one too many": (lambda t: t | {"model.extra.weight": t[NORM]}, "extra"),
-    "another shape": (lambda t: t | {NORM: torch.zeros(3)}, "not match config.json"),
+    "another shape": (lambda t: t | {NORM: torch.zeros(3)}, "config.json"),
     "integers": (lambda t: t | {NORM: t[NORM].int()}, "int32"),
     "no pairs": (lambda t: [*t], "iterable of"),
     "one comes twice": (lambda t: [*t.items(), (NORM, t[NORM])], "comes twice"),
@@ -205,7 +205,7 @@ def test_an_iterator_that_breaks_leaves_an_engine_that_refuses_until_an_update_s
             with pytest.raises(error):
                 llm.update_weights(weights)
             for call in (partial(texts, llm), partial(llm.add_request, "a", PROMPTS[0])):
-                with pytest.raises(RuntimeError, match="has no weights: .* Call update_weights"):
+                with pytest.raises(RuntimeError, match="update_weights"):
                     call()
         llm.update_weights(iter(pairs))
         assert texts(llm) == expected
@@ -219,7 +219,7 @@ def test_refused_while_requests_run_and_done_afterwards(checkpoints, trained, as
         for i, prompt in enumerate(PROMPTS):
             llm.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=8))
         outs = llm.step()
-        with pytest.raises(RuntimeError, match="while 4 requests are running"):
+        with pytest.raises(RuntimeError, match="4 requests"):
             llm.update_weights(there)
         while llm.has_unfinished_requests():
             outs += llm.step()

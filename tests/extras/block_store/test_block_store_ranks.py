@@ -136,7 +136,7 @@ def test_a_pool_that_is_too_small_for_a_prompt(qwen3, expect, tmp_path, in_threa
 def test_a_system_on_which_ranks_can_share_no_memory_is_refused_in_words(qwen3, tmp_path,
                                                                         monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(ValueError, match="kv_store='.*' with tensor_parallel_size=2: .* Linux"):
+    with pytest.raises(ValueError, match="kv_store='.*tensor_parallel_size=2.*Linux"):
         LLM(qwen3, **SMALL, tensor_parallel_size=2, kv_store=str(tmp_path))
 
 
@@ -146,5 +146,5 @@ def test_memory_that_the_system_refuses_is_refused_in_words(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "memfd_create", fail)
-    with pytest.raises(ValueError, match="share 1,000 bytes of memory.* kv_offload_bytes"):
+    with pytest.raises(ValueError, match="1,000 bytes.*kv_offload_bytes"):
         share_memory(SOLO, 1000)

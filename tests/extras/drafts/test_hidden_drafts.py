@@ -348,19 +348,19 @@ def test_two_ranks_find_the_states_by_their_slots(checkpoints, references, tmp_p
 
 
 @pytest.mark.parametrize("entries, words", [
-    (dict(vocab_size=99), "trained for another model: its vocab_size is 99, not 260"),
-    (dict(target_hidden_size=32), "its target_hidden_size is 32, not 64"),
-    (dict(norm_before_fc=True), "has norm_before_fc=True, which is not supported"),
-    (dict(num_hidden_layers=2), "has num_hidden_layers=2"),
-    (dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 3])), "reads layer 3 of 3"),
-    (dict(architectures=["LlamaForCausalLM"]), "is no EAGLE-3 head, by its architectures")])
+    (dict(vocab_size=99), "vocab_size.*99.*260"),
+    (dict(target_hidden_size=32), "target_hidden_size.*32.*64"),
+    (dict(norm_before_fc=True), "norm_before_fc=True"),
+    (dict(num_hidden_layers=2), "num_hidden_layers=2"),
+    (dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 3])), "layer 3 of 3"),
+    (dict(architectures=["LlamaForCausalLM"]), "EAGLE-3.*architectures")])
 def test_a_head_that_does_not_belong_here_is_refused(checkpoints, tmp_path, entries, words):
     with pytest.raises(ValueError, match=f"speculative_config: .*{words}"):
         start(checkpoints["llama2"], make_head(tmp_path / "head", **entries))
 
 
 def test_a_checkpoint_without_a_head_of_its_own_is_refused(checkpoints, tmp_path):
-    with pytest.raises(ValueError, match="reads the heads of MiMoForCausalLM.* not that of Llama"):
+    with pytest.raises(ValueError, match="MiMoForCausalLM.*Llama"):
         start_own(checkpoints["llama2"])
     folder = make_own(tmp_path / "own", checkpoints["qwen2"], num_nextn_predict_layers=0)
     with pytest.raises(ValueError, match="has no head of one layer"):

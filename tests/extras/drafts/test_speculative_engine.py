@@ -98,19 +98,19 @@ def test_overlap_is_off_and_says_so(qwen3, capsys):
 
 @pytest.mark.parametrize("config, message", [
     ("ngram", "must be a dict"),
-    (dict(), "method=None is not supported: choose one of ngram, suffix, draft_model, eagle3"),
-    (dict(method="eagle", num_speculative_tokens=2), "method='eagle' is not supported"),
-    (dict(method=["ngram"], num_speculative_tokens=2), "method=\\['ngram'\\] is not supported"),
-    (dict(method="ngram"), "num_speculative_tokens is missing"),
-    (dict(NGRAM, num_speculative_tokens=0), "num_speculative_tokens must be a whole number"),
-    (dict(NGRAM, num_speculative_tokens=2.5), "at least 1, got 2.5"),
-    (dict(NGRAM, prompt_lookup_max=True), "prompt_lookup_max must be a whole number"),
-    (dict(NGRAM, prompt_lookup_max=1), "prompt_lookup_min=2 is above prompt_lookup_max=1"),
-    (dict(NGRAM, model="x"), "model is nothing that method='ngram' takes: leave it out"),
-    (dict(SMALL, prompt_lookup_max=3), "prompt_lookup_max is nothing that method='draft_model'"),
-    (dict(method="draft_model", num_speculative_tokens=2), "model is missing: name the folder"),
+    (dict(), "method=None.*ngram, suffix, draft_model, eagle3"),
+    (dict(method="eagle", num_speculative_tokens=2), "method='eagle'"),
+    (dict(method=["ngram"], num_speculative_tokens=2), "method=\\['ngram'\\]"),
+    (dict(method="ngram"), "num_speculative_tokens"),
+    (dict(NGRAM, num_speculative_tokens=0), "num_speculative_tokens.*got 0"),
+    (dict(NGRAM, num_speculative_tokens=2.5), "num_speculative_tokens.*got 2.5"),
+    (dict(NGRAM, prompt_lookup_max=True), "prompt_lookup_max.*got True"),
+    (dict(NGRAM, prompt_lookup_max=1), "prompt_lookup_min=2.*prompt_lookup_max=1"),
+    (dict(NGRAM, model="x"), "model .*method='ngram'"),
+    (dict(SMALL, prompt_lookup_max=3), "prompt_lookup_max .*method='draft_model'"),
+    (dict(method="draft_model", num_speculative_tokens=2), "model is missing"),
     (dict(SMALL, model="/no/where"), "speculative_config: model='/no/where'"),
-    (dict(SMALL), "has a vocabulary of 4096 tokens, .* one of 260: choose a draft model")])
+    (dict(SMALL), "4096 tokens.*260")])
 def test_wrong_settings(qwen3, config, message):
     with pytest.raises(ValueError, match=message):
         LLM(qwen3, device="cpu", speculative_config=config)
@@ -121,7 +121,7 @@ def test_engines_and_networks_that_have_no_text(qwen3, checkpoints, tmp_path):
         start(qwen3, runner="pooling", speculative_config=NGRAM)
     folder = shutil.copytree(checkpoints["qwen3-tied"], tmp_path / "embedder")
     write_json(folder / "config.json", architectures=["Qwen3Model"])
-    with pytest.raises(ValueError, match="has no LM head, by its architecture Qwen3Model"):
+    with pytest.raises(ValueError, match="architecture Qwen3Model"):
         start(qwen3, speculative_config=dict(SMALL, model=str(folder)))
 
 

@@ -64,7 +64,7 @@ def test_prompts_are_whole_and_nothing_is_remembered(encoders, texts, capsys):
         first, again = (llm.embed(texts, use_tqdm=False) for _ in range(2))
         assert not any(output.num_cached_tokens for output in again)
         assert_close(vectors(first), vectors(again))
-    with pytest.raises(ValueError, match="longest prompt: raise max_num_batched_tokens=64"):
+    with pytest.raises(ValueError, match="max_num_batched_tokens=64"):
         start(encoders["bert"], max_num_batched_tokens=64)
 
 
@@ -104,7 +104,7 @@ def test_the_longest_prompt_fills_the_positions(encoders, name):
         assert llm.config.max_model_len == limit
         (hidden,) = hidden_of(encoders[name], [prompt])
         assert_close(vectors(llm.embed([prompt], use_tqdm=False)), [pooled(hidden, "CLS")])
-        with pytest.raises(ValueError, match=f"{limit + 1} tokens, .* is {limit} tokens"):
+        with pytest.raises(ValueError, match=f"{limit + 1} tokens.*{limit} tokens"):
             llm.embed([prompt + [5]])
 
 
@@ -213,7 +213,7 @@ def test_what_transformers_refuses_to_make_is_refused_in_words(tmp_path):
         for wrong in (dict(pad_token_id=260), dict(num_attention_heads=5), dict(hidden_act="x")):
             with pytest.raises(ValueError, match="config.json|its own run ended with"):
                 start(folder, runner="auto", hf_overrides=wrong, **options)
-    with pytest.raises(ValueError, match="begin behind pad_token_id, which is null"):
+    with pytest.raises(ValueError, match="pad_token_id"):
         start(folder, runner="auto", hf_overrides=dict(pad_token_id=None))
 
 
@@ -293,18 +293,18 @@ def test_what_sentence_transformers_files_say(tmp_path, texts, pooling, dense, n
 
 
 @pytest.mark.parametrize("file, content, words", [
-    ("modules.json", {"a": 1}, "modules.json must list modules, each with a type and a path"),
-    ("modules.json", [dict(type="a.Transformer", path=3)], "modules.json must list modules"),
+    ("modules.json", {"a": 1}, "modules.json"),
+    ("modules.json", [dict(type="a.Transformer", path=3)], "modules.json"),
     ("modules.json", [dict(type="a.Normalize", path=""), dict(type="a.Dense", path="2_Dense")],
-     "Dense behind Normalize is not supported"),
-    ("1_Pooling/config.json", [1], "config.json must hold a JSON object"),
+     "Dense behind Normalize"),
+    ("1_Pooling/config.json", [1], "1_Pooling.config.json"),
     ("1_Pooling/config.json", dict(pooling_mode_mean_tokens=True, include_prompt=False),
-     "include_prompt=False is not supported"),
-    ("sentence_bert_config.json", dict(max_seq_length="x"), "max_seq_length='x' must be a whole"),
-    ("config_sentence_transformers.json", dict(prompts=[1]), "prompts=.* a text for each name"),
-    ("config_sentence_transformers.json", dict(prompts=dict(query=1)), "prompts=.* a text for"),
+     "include_prompt=False"),
+    ("sentence_bert_config.json", dict(max_seq_length="x"), "max_seq_length='x'"),
+    ("config_sentence_transformers.json", dict(prompts=[1]), r"prompts=\[1\]"),
+    ("config_sentence_transformers.json", dict(prompts=dict(query=1)), "prompts=.*query"),
     ("config_sentence_transformers.json", dict(prompts=dict(query="q"), default_prompt_name="x"),
-     "default_prompt_name='x' is none of its prompts"),
+     "default_prompt_name='x'"),
 ], ids=str)
 def test_sentence_transformers_files_that_say_something_else_are_refused(tmp_path, file, content,
                                                                          words):
@@ -328,9 +328,9 @@ def test_texts_begin_with_a_prompt_by_its_name(tmp_path):
         got = vectors(llm.embed(texts, prompt_name="query", use_tqdm=False))
         spelt = vectors(llm.embed(["search: the fox", "search: a king"], use_tqdm=False))
         assert_close(got, spelt)
-        with pytest.raises(ValueError, match="prompt_name='x' is not one of .* query, passage"):
+        with pytest.raises(ValueError, match="prompt_name='x'.*query, passage"):
             llm.embed(texts, prompt_name="x")
-        with pytest.raises(ValueError, match="prompt_name='query' needs texts"):
+        with pytest.raises(ValueError, match="prompt_name='query'"):
             llm.embed([[5, 6]], prompt_name="query")
     named.write_text(json.dumps(dict(prompts=dict(query="search: "), default_prompt_name="query")))
     with start(folder) as llm:
@@ -390,8 +390,8 @@ def test_a_masked_language_models_checkpoint_embeds(tmp_path, texts):
 
 @pytest.mark.parametrize("options, words", [
     (dict(runner="generate"), "has no model of that name that writes text"),
-    (dict(convert="classify"), "convert='classify', but BertModel has not a classifier"),
-    (dict(convert="reward"), "convert='reward' is not for encoders"),
+    (dict(convert="classify"), "convert='classify'.*BertModel"),
+    (dict(convert="reward"), "convert='reward'"),
     (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
     (dict(hf_overrides=dict(is_decoder=True)), "neither causal|is causal|not supported"),
 ], ids=str)
@@ -403,7 +403,7 @@ def test_what_an_encoder_can_not_do_is_refused(encoders, options, words):
 def test_mpnet_is_refused_for_its_relative_bias(tmp_path):
     config = MPNetConfig(**SIZES, architectures=["MPNetModel"])
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="MPNetModel is not supported: .* with a bias for each"):
+    with pytest.raises(ValueError, match="MPNetModel.*bias"):
         start(tmp_path, runner="auto", load_format="dummy", skip_tokenizer_init=True)
 
 
@@ -416,5 +416,5 @@ def test_wrong_weights_are_found_at_load(encoders, tmp_path):
     name = "encoder.layer.1.attention.self.key.weight"
     save_file({key: value for key, value in stored.items() if key != name},
               folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"missing tensors for RobertaModel: {name}"):
+    with pytest.raises(ValueError, match=f"missing.*RobertaModel.*{name}"):
         start(folder)

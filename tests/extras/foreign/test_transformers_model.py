@@ -128,7 +128,7 @@ def test_auto_takes_transformers_network_where_there_is_none_of_ours(made, few_p
     with start(made["opt"], model_impl="auto") as llm:
         assert "OPTForCausalLM by transformers" in capsys.readouterr().err
         assert_parity(llm, few_prompts, texts_of("opt"), "auto")
-    with pytest.raises(ValueError, match="OPTForCausalLM is not supported.*LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="OPTForCausalLM.*LlamaForCausalLM"):
         start(made["opt"], model_impl="nanoserve")
 
 
@@ -214,7 +214,7 @@ def test_tied_weights_that_are_stored_twice(tmp_path, few_prompts):
         with start(folder) as llm:
             assert_parity(llm, few_prompts, texts, f"without {left_out}")
     torch.save(stored | {"lm_head.weight": torch.randn(260, 32)}, file)
-    with pytest.raises(ValueError, match="lm_head.weight is not .*set that to false"):
+    with pytest.raises(ValueError, match="lm_head.weight.*false"):
         start(folder)
 
 
@@ -237,16 +237,15 @@ REFUSED = {
         d_model=32, n_heads=4, n_layers=2, vocab_size=260), "attention by itself"),
     "FalconForCausalLM": (lambda: transformers.FalconConfig(
         **STATELESS, num_attention_heads=4), "attention by itself"),
-    "MambaForCausalLM": (lambda: transformers.MambaConfig(**STATELESS),
-                         "its layers keep a recurrent state and none attends"),
-    "RwkvForCausalLM": (lambda: transformers.RwkvConfig(**STATELESS), "state and none attends"),
+    "MambaForCausalLM": (lambda: transformers.MambaConfig(**STATELESS), "recurrent state"),
+    "RwkvForCausalLM": (lambda: transformers.RwkvConfig(**STATELESS), "recurrent state"),
     "GPTNeoForCausalLM": (lambda: transformers.GPTNeoConfig(
         vocab_size=260, hidden_size=32, num_layers=2, num_heads=4,
         attention_types=[[["global", "local"], 1]]), "by itself"),
     "T5ForConditionalGeneration": (lambda: transformers.T5Config(
-        vocab_size=260, d_model=32, num_layers=2, num_heads=4), "it is an encoder-decoder"),
+        vocab_size=260, d_model=32, num_layers=2, num_heads=4), "encoder-decoder"),
     "RecurrentGemmaForCausalLM": (lambda: transformers.RecurrentGemmaConfig(
-        **GQA, lru_width=32, attention_window_size=13), "attention is not called in any layer|its"),
+        **GQA, lru_width=32, attention_window_size=13), "(attention is not called|its)"),
     "Llama4ForCausalLM": (lambda: transformers.Llama4TextConfig(
         **GQA, head_dim=8, num_local_experts=2, attention_chunk_size=16, intermediate_size_mlp=48),
         "attend within chunks"),
@@ -255,8 +254,8 @@ REFUSED = {
                          max_position_embeddings=128),
         vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
                            num_attention_heads=2, patch_embed_hidden_size=16)),
-        "its positions do not begin at 0"),
-    "BertLMHeadModel": (lambda: transformers.BertConfig(**SIZES), "looks ahead|neither causal"),
+        "positions do not begin at 0"),
+    "BertLMHeadModel": (lambda: transformers.BertConfig(**SIZES), "(looks ahead|neither causal)"),
 }
 
 
@@ -264,10 +263,7 @@ REFUSED = {
 def test_what_would_be_wrong_is_refused_by_name_with_the_reason(tmp_path, architecture):
     config, words = REFUSED[architecture]
     said = refused(tmp_path, config(), architecture=architecture)
-    assert f"the architecture {architecture} is not supported" in said
-    assert re.search(words, said) and len(said) < 400, said
-    assert said.endswith("Use a checkpoint of another family (docs/models.md), or transformers "
-                         "itself")
+    assert re.search(f"{architecture}.*{words}.*docs/models.md", said), said
 
 
 def test_layers_that_count_positions_themselves_are_refused(tmp_path):
@@ -282,21 +278,19 @@ def test_layers_that_count_positions_themselves_are_refused(tmp_path):
 
 
 def test_several_ranks_are_refused_in_words(made):
-    with pytest.raises(ValueError, match="OPTForCausalLM .* tensor_parallel_size=2.*: it needs"):
+    with pytest.raises(ValueError, match="OPTForCausalLM.*tensor_parallel_size=2"):
         start(made["opt"], tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("change, words", [
-    (dict(model_type="nothing"), "knows no model_type='nothing'"),
-    (dict(architectures=["OPTForSomething"]), "no model of that name that writes text for 'opt'"),
+    (dict(model_type="nothing"), "model_type='nothing'"),
+    (dict(architectures=["OPTForSomething"]), "'opt'"),
     (dict(model_type="nothing", transformers_version="99.1.0.dev0"),
-     "transformers 5.* knows no model_type='nothing', and config.json was written by 99.1.0.dev0, "
-     "so install that"),
+     "transformers 5.*model_type='nothing'.*99.1.0.dev0"),
     (dict(max_position_embeddings=None), None),
     (dict(num_attention_heads="x"), "config.json"),
-    (dict(quantization={"bits": 4}), "MLX's quantised checkpoints are not supported"),
-    (dict(quantization_config={"quant_method": "mxfp4"}), "quant_method='mxfp4' is not supported: "
-                                                          "have transformers write it in bfloat16"),
+    (dict(quantization={"bits": 4}), "MLX"),
+    (dict(quantization_config={"quant_method": "mxfp4"}), "quant_method='mxfp4'"),
 ], ids=str)
 def test_a_config_that_can_not_be_served_is_explained(tmp_path, change, words):
     folder = make(ARCHITECTURES["opt"](), tmp_path / "opt")
@@ -308,7 +302,7 @@ def test_a_config_that_can_not_be_served_is_explained(tmp_path, change, words):
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="model_impl must be one of auto, nanoserve, transformers"):
+    with pytest.raises(ValueError, match="model_impl.*auto, nanoserve, transformers"):
         LLM(model_impl="vllm")
 
 
@@ -352,7 +346,7 @@ def test_attend_names_its_arguments_and_raises_on_any_other():
         with pytest.raises(ValueError, match=f"given {name}, which we don't compute"):
             call(**{name: value})
     call(s_aux=torch.zeros(4))
-    with pytest.raises(ValueError, match=r"s_aux of \(1, 4, 3, 1\), not one for each of 4 heads"):
+    with pytest.raises(ValueError, match=r"s_aux of \(1, 4, 3, 1\).*4 heads"):
         call(s_aux=torch.zeros(1, 4, 3, 1))  # a sink for each token, as Inkling 2 has them
     with pytest.raises(ValueError, match="keyword arguments don't reach"):
         call(nanoserve=None)

@@ -116,7 +116,7 @@ def test_a_head_that_is_stored_counts_unless_all_say_that_it_is_the_embedding(
               {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     for impl in ("nanoserve", "transformers"):
-        with pytest.raises(ValueError, match="lm_head.weight is not .*: set that to false"):
+        with pytest.raises(ValueError, match="lm_head.weight.*false"):
             start(folder, model_impl=impl)
     texts = None
     for outer, inner in ((None, None), (False, True), (True, False)):
@@ -155,8 +155,7 @@ def test_names_of_two_dialects_are_refused_before_weights_are_read(folders, tmp_
     folder = changed(folders["qwen3-vl"], tmp_path, lambda name: name.replace(
         "model.language_model.layers.1", "model.layers.1"))
     for impl in ("nanoserve", "transformers"):
-        with pytest.raises(ValueError, match=(r"two kinds of names, model\. and model\."
-                                              r"language_model\.: keep the files of one")):
+        with pytest.raises(ValueError, match=r"model\. and model\.language_model\."):
             start(folder, model_impl=impl)
 
 
@@ -165,8 +164,7 @@ def test_a_wrapping_without_a_text_part_is_named(folders, tmp_path):
         folder = tmp_path / f"{name}-{impl}"
         folder.mkdir()
         changed(folders[name], folder, text_config=None)
-        with pytest.raises(ValueError, match=r"ForConditionalGeneration with text_config=None "
-                                             "has no text part: use the config.json that"):
+        with pytest.raises(ValueError, match="ForConditionalGeneration.*text_config=None"):
             start(folder, model_impl=impl)
 
 
@@ -175,9 +173,7 @@ def test_towers_that_the_config_does_not_know_are_named(folders, tmp_path):
     folder = changed(folders["gemma3"], tmp_path, **text | dict(
         architectures=["Gemma3ForCausalLM"], text_config=None, vision_config=None))
     for impl in ("nanoserve", "transformers"):
-        with pytest.raises(ValueError, match=(
-                "the tensor multi_modal_projector.* is part of a tower .* and Gemma3ForCausalLM in "
-                "config.json has none: use the config.json that came with the weights")):
+        with pytest.raises(ValueError, match="multi_modal_projector.*Gemma3ForCausalLM"):
             start(folder, model_impl=impl)
 
 

@@ -147,7 +147,7 @@ def test_layers_on_disk_are_as_far_apart_as_they_can_be(count, expected):
 @pytest.mark.parametrize("plan, message", [
     ({"disk": 4}, "all together the 3"), ({"disk": "all"}, "is a number of layers"),
     ({"disk": -1}, "is a number of layers"),
-    ({"host": 1}, "no GPU has run them yet"), ({"floppy": 1}, "an entry is a number of layers"),
+    ({"host": 1}, "no GPU has run them yet"), ({"floppy": 1}, "'floppy'"),
     ({"disk": 1, "device": 1}, "all together the 3"), ([{"host": 3}], "leave 'host' out"),
     ([{"disk": 2}, 2], "all together the 3"), (["disk"], "an entry is a number"),
     ([True, 2], "an entry is a number")], ids=str)
@@ -157,9 +157,9 @@ def test_a_plan_that_cannot_be_followed_is_refused(qwen3, plan, message):
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(max_wait=1), "max_wait=1 has no effect without layer_plan"),
-    (dict(max_wait=1, layer_plan={"disk": 0}), "max_wait=1 is for layers on disk"),
-    (dict(max_wait=-1, layer_plan={"disk": 1}), "max_wait must be a number")], ids=str)
+    (dict(max_wait=1), "max_wait=1 .*layer_plan"),
+    (dict(max_wait=1, layer_plan={"disk": 0}), "max_wait=1 .*disk"),
+    (dict(max_wait=-1, layer_plan={"disk": 1}), "max_wait.*-1")], ids=str)
 def test_only_layers_on_disk_let_prompts_wait(qwen3, options, message):
     with pytest.raises(ValueError, match=message):
         LLM(qwen3, **SMALL, **options)

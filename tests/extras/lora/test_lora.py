@@ -114,7 +114,7 @@ def test_an_adapter_that_a_request_needs_stays(voices):
     with LLM(voices.base, **SMALL | dict(max_loras=1)) as llm:
         llm.add_request("one", prompt, GREEDY, lora_request=voices.request(1))
         llm.step()
-        with pytest.raises(ValueError, match="'voice 2'.*'voice 1'.*max_loras=1: raise it"):
+        with pytest.raises(ValueError, match="'voice 2'.*'voice 1'.*max_loras=1"):
             llm.add_request("two", prompt, GREEDY, lora_request=voices.request(2))
         while llm.has_unfinished_requests():
             outputs = llm.step()
@@ -270,12 +270,12 @@ def test_requests_that_are_refused(voices, tmp_path):
         with pytest.raises(ValueError, match="lora_"):
             LoRARequest(*fields)
     with LLM(voices.base, dtype="float32", device="cpu", num_gpu_blocks_override=8) as llm:
-        with pytest.raises(ValueError, match="make the engine with enable_lora=True"):
+        with pytest.raises(ValueError, match="enable_lora=True"):
             llm.generate("a", lora_request=voices.request(1))
 
 
 def test_a_network_of_transformers_takes_no_adapters(voices):
-    with pytest.raises(ValueError, match="enable_lora=True .* transformers' Qwen3"):
+    with pytest.raises(ValueError, match="enable_lora=True.*Qwen3"):
         LLM(voices.base, **SMALL | dict(model_impl="transformers"))
 
 
@@ -348,7 +348,7 @@ def test_adapters_embed(voices, options):
         asked = [voices.request(seed) for seed in seeds]
         first, again = (llm.embed(prompts, use_tqdm=False, lora_request=asked) for _ in range(2))
         score = llm.score("a", "a", lora_request=asked[0], use_tqdm=False)
-        with pytest.raises(ValueError, match="lora_request is a list.*give one for all texts"):
+        with pytest.raises(ValueError, match="lora_request is a list"):
             llm.score(["a"], ["a"], lora_request=asked[:1])
     assert score[0].outputs.score == pytest.approx(1)
     assert again[0].num_cached_tokens == 16

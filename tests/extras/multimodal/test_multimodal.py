@@ -266,11 +266,11 @@ def test_who_does_not_see_is_refused_in_words(folders, checkpoints):
             (folders["gemma3"], {}, "its image tokens see each other"),
             (checkpoints["qwen3"], {}, "with images .* no tower for them"),
             (folders["llava"], dict(model_impl="nanoserve"), "towers are transformers'"),
-            (folders["llava"], dict(kv_store="/nowhere"), "kv_store='/nowhere' does not go"),
+            (folders["llava"], dict(kv_store="/nowhere"), "kv_store='/nowhere'"),
             (folders["llava"], dict(runner="pooling"), "pooling"),
             (folders["llava"], dict(limit_mm_per_prompt={"video": 1}), "the most of a kind"),
             (folders["llava"], dict(limit_mm_per_prompt={"image": 0}, encoder_cache_tokens=9),
-             "no effect without limit_mm_per_prompt")):
+             "encoder_cache_tokens.*limit_mm_per_prompt")):
         with pytest.raises(ValueError, match=says):
             start(folder, **options)
     with LLM(folders["gemma3"], dtype="float32", num_gpu_blocks_override=8) as llm:
@@ -283,5 +283,5 @@ def test_a_checkpoint_whose_towers_were_stripped_is_named(folders, tmp_path):
     tensors = load_file(folders["llava"] / "model.safetensors")
     save_file({name: one for name, one in tensors.items() if "vision" not in name},
               tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="missing tensors for LlavaFor.*vision_tower"):
+    with pytest.raises(ValueError, match="missing.*LlavaFor.*vision_tower"):
         start(tmp_path)

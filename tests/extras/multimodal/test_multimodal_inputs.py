@@ -134,7 +134,7 @@ def test_a_processors_tensors_have_no_place_in_a_chat(engines):
     """What stands in the prompt for them is known to that processor alone."""
     for part in (dict(type="image", image={"pixel_values": torch.zeros(1, 3, 28, 28)}),
                  dict(type="image_url", image_url={"detail": "low"})):
-        with pytest.raises(ValueError, match="has no url, and what a processor made .* generate"):
+        with pytest.raises(ValueError, match="url.*generate"):
             engines("llava").chat([dict(role="user", content=[part])], GREEDY)
 
 
@@ -161,7 +161,7 @@ def test_one_step_does_not_encode_ten_images(engines):
 BAD = [("http://example.org/a.png", "nothing is fetched"), ("/etc/passwd", "no file is opened"),
        ("data:image/png;base64,%%%", "no base64"), (7, "an image must be"),
        ("data:image/png;base64," + base64.b64encode(b"GIF89a?").decode(), "no image"),
-       ({"pixels": 1}, "must hold pixel_values"), ({"pixel_values": "a"}, "must be tensors"),
+       ({"pixels": 1}, "pixel_values"), ({"pixel_values": "a"}, "tensors"),
        ({"pixel_values": torch.full((1, 3, 28, 28), torch.nan)}, "finite"),
        ({"pixel_values": torch.zeros(3)}, "the tower can't read")]
 
@@ -183,7 +183,7 @@ def test_a_huge_image_is_refused_before_it_is_decoded(engines, monkeypatch):
     head = (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (10_000).to_bytes(4) * 2 + b"\x08\x02\0\0\0")
     file = head + zlib.crc32(head[12:]).to_bytes(4) + b"\0\0\0\0IEND\xaeB`\x82"
     url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
-    with pytest.raises(ValueError, match="10000 x 10000 pixels is too large"):
+    with pytest.raises(ValueError, match="10000 x 10000 pixels"):
         engines("llava").chat([dict(role="user", content=[
             dict(type="image_url", image_url=url)])], GREEDY)
 
@@ -191,10 +191,10 @@ def test_a_huge_image_is_refused_before_it_is_decoded(engines, monkeypatch):
 def test_placeholders_and_images_must_match(engines):
     llm, image = engines("qwen2.5-vl"), photo(1)
     for prompt, says in (
-            ({"prompt": "Hi", "multi_modal_data": {"image": image}}, "0 placeholders .* stand for"),
-            ({"prompt": "<|image_pad|>"}, "1 placeholders .* its 0 images stand for 0"),
+            ({"prompt": "Hi", "multi_modal_data": {"image": image}}, "0 placeholders"),
+            ({"prompt": "<|image_pad|>"}, "1 placeholders.*0 images"),
             ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": 3 * [image]}},
-             "3 images, and limit_mm_per_prompt allows 2"),
+             "3 images.*limit_mm_per_prompt.*2"),
             ({"prompt": "<|image_pad|>", "multi_modal_data": {"video": image}}, "is all that"),
             ({"prompt": "<|image_pad|>", "multi_modal_data": [image]}, "must be {'image'")):
         with pytest.raises(ValueError, match=says):
@@ -203,6 +203,6 @@ def test_placeholders_and_images_must_match(engines):
 
 def test_an_image_above_the_budget_is_refused(engines):
     pixels = torch.zeros(8 * 8, 1176)
-    with pytest.raises(ValueError, match="64 tokens does not fit .* cache of 60: make it smaller"):
+    with pytest.raises(ValueError, match="64 tokens.*60"):
         engines("qwen2.5-vl").generate({"prompt_token_ids": [1] + 64 * [261], "multi_modal_data": {
             "image": dict(pixel_values=pixels, image_grid_thw=torch.tensor([[1, 8, 8]]))}}, GREEDY)

@@ -123,11 +123,11 @@ def test_two_images_without_a_token_between_them(tmp_path, name):
             [out] = llm.generate(prompt, GREEDY, use_tqdm=False)
             assert_same_text(out.outputs[0].token_ids, *seer.generate(prompt, 8), name)
         else:
-            with pytest.raises(ValueError, match=r"runs of \[24\]: .* another token between two"):
+            with pytest.raises(ValueError, match=r"\[24\]"):
                 llm.generate(["Hi", prompt], GREEDY, use_tqdm=False)
             crossed = seer.prompt(seer.picture(4, 4, 2), seer.picture(2, 4, 1))
             crossed["multi_modal_data"]["image"].reverse()
-            with pytest.raises(ValueError, match=r"runs of \[16, 8\]: put each image's together"):
+            with pytest.raises(ValueError, match=r"\[16, 8\]"):
                 llm.generate(crossed, GREEDY, use_tqdm=False)
 
 

@@ -115,10 +115,10 @@ BAD = [(b"ID3 is an mp3", "a WAV file .*begin"), (7, "a sound must be"),
        ((np.zeros(0), 16000), "numbers"), ((np.zeros((2, 2, 9)), 16000), "got .2, 2, 9. numbers"),
        ((np.zeros(9), 0), "a sound must be"), ((np.zeros(9), "fast"), "a sound must be"),
        ((np.array([np.nan]), 16000), "nan"), ((["a"], 16000), "a sound must be"),
-       ((np.zeros(601 * 16000, dtype=np.int8), 16000), "at most 600 seconds"),
+       ((np.zeros(601 * 16000, dtype=np.int8), 16000), "600 seconds"),
        ({"input_features": torch.zeros(3)}, "the tower can't read this audio"),
-       ({"pixel_values": torch.zeros(3)}, "must hold input_features"),
-       ((np.zeros(16000 * 5), 16000), "an audio of 65 tokens does not fit")]
+       ({"pixel_values": torch.zeros(3)}, "input_features"),
+       ((np.zeros(16000 * 5), 16000), "65 tokens")]
 
 
 @pytest.mark.parametrize(("sound", "says"), BAD, ids=[says for _, says in BAD])
@@ -133,17 +133,17 @@ def test_who_does_not_hear_is_refused_in_words(folders, checkpoints, engine, tmp
     whisper = transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"])
     whisper.save_pretrained(tmp_path)
     for folder, limits, says in (
-            (tmp_path, {"audio": 1}, "Whisper.* is an encoder-decoder"),
+            (tmp_path, {"audio": 1}, "Whisper.*encoder-decoder"),
             (checkpoints["qwen3"], {"audio": 1}, "Qwen3ForCausalLM with audios"),
             (folders["qwen3-asr"], {"image": 1}, "Qwen3ASR.* with images")):
         with pytest.raises(ValueError, match=says):
             start(folder, limit_mm_per_prompt=limits)
-    with pytest.raises(ValueError, match="must be {'audio': ...}"):
+    with pytest.raises(ValueError, match="'audio'"):
         engine.generate({"prompt_token_ids": [1, AUDIO], "multi_modal_data": {"image": 1}}, GREEDY)
     with start(folders["voxtral"]) as llm, pytest.raises(ValueError, match="pass what a processor"):
         llm.generate({"prompt": PLACE, "multi_modal_data": {"audio": (speech(1), 16000)}}, GREEDY)
     with start(folders["glm-asr"]) as llm:
-        with pytest.raises(ValueError, match="language='en': this model finds it"):
+        with pytest.raises(ValueError, match="language='en'"):
             llm.inputs.transcription((speech(1), 16000), "en", None)
-        with pytest.raises(ValueError, match="an audio of 0 tokens .* make it larger"):
+        with pytest.raises(ValueError, match="0 tokens"):
             llm.generate({"prompt": "Hi", "multi_modal_data": {"audio": (np.zeros(9), 16000)}})

@@ -52,11 +52,11 @@ def test_what_sentence_transformers_does_beyond_that_is_refused(qwen3, prompts, 
     for where, modules in dict(c=("Transformer", "Pooling", "Dense"),
                                d=("Transformer", "Pooling", "Normalize", "Dense"),
                                e=("Transformer", "Pooling", "Dropout", "Normalize")).items():
-        with pytest.raises(ValueError, match=r"modules.json: the module D\w+ is not supported"):
+        with pytest.raises(ValueError, match=r"modules.json.* D\w+ "):
             start(sentence_transformer(qwen3, tmp_path / where, "pooling_mode_lasttoken", modules))
     lower = sentence_transformer(qwen3, tmp_path / "f", "pooling_mode_lasttoken")
     (lower / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
-    with pytest.raises(ValueError, match="do_lower_case=True is not supported"):
+    with pytest.raises(ValueError, match="do_lower_case=True"):
         start(lower)
 
 
@@ -69,7 +69,7 @@ def test_a_base_model_embeds_by_itself(prompts, tmp_path):
             hidden = model(torch.tensor([prompts[5]])).last_hidden_state[0]
         with start(folder, runner="auto") as llm:
             assert_close(vectors(llm.embed(prompts[5], use_tqdm=False)), [pooled(hidden, "LAST")])
-        with pytest.raises(ValueError, match="runner='generate'.*no LM head"):
+        with pytest.raises(ValueError, match="runner='generate'.*LM head"):
             start(folder, runner="generate")
 
 
@@ -80,7 +80,7 @@ def test_a_classifier_as_an_embedder_and_the_other_way_round(classifiers, qwen3,
         hidden = model(torch.tensor([prompts[5]])).last_hidden_state[0]
     with start(folder, convert="embed") as llm:
         assert_close(vectors(llm.embed(prompts[5], use_tqdm=False)), [pooled(hidden, "LAST")])
-    with pytest.raises(ValueError, match="missing from the checkpoint: score.weight"):
+    with pytest.raises(ValueError, match="missing.*score.weight"):
         start(qwen3, convert="classify")
     with pytest.raises(ValueError, match=r"score.weight.*shape \(3, 64\)"):
         start(folder, hf_overrides={"num_labels": 4})
@@ -151,7 +151,7 @@ def embedder(checkpoints):
     (lambda llm: llm.classify("a"), "task='classify'.*convert"),
     (lambda llm: llm.encode("a", PoolingParams(task="embed"), pooling_task="token_embed"), "task"),
     (lambda llm: llm.embed("a", pooling_params=SamplingParams()), "PoolingParams"),
-    (lambda llm: llm.embed("a", pooling_params={}), "must be PoolingParams, got {}"),
+    (lambda llm: llm.embed("a", pooling_params={}), "PoolingParams.*got {}"),
     (lambda llm: llm.embed(["a", "b"], pooling_params=[None]), "1 entries for 2 prompts"),
     (lambda llm: llm.embed(["a", ""]), "prompt 1: .*empty"),
     (lambda llm: llm.embed(["a", []]), "prompt 1: .*empty"),
@@ -174,23 +174,23 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(convert="none"), "convert='none'"),
     (dict(runner="generate", convert="embed"), "convert='embed'.*runner='pooling'"),
     (dict(runner="generate", pooler_config={}), "pooler_config"),
-    (dict(runner="draft"), "runner must be .* got 'draft'"),
-    (dict(convert="reword"), "convert must be .* got 'reword'"),
-    (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type must be one of CLS.*'MAX'"),
+    (dict(runner="draft"), "runner.*got 'draft'"),
+    (dict(convert="reword"), "convert.*got 'reword'"),
+    (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type.*CLS.*'MAX'"),
     (dict(pooler_config="MEAN"), "pooler_config"),
-    (dict(pooler_config={"use_activation": "no"}), "use_activation must be .* got 'no'"),
-    (dict(pooler_config={"pooling_type": "STEP"}), "pooling_type must be one of CLS.*'STEP'"),
+    (dict(pooler_config={"use_activation": "no"}), "use_activation.*got 'no'"),
+    (dict(pooler_config={"pooling_type": "STEP"}), "pooling_type.*CLS.*'STEP'"),
     (dict(hf_overrides={"architectures": ["Qwen3ForTokenClassification"]}),
-     "Qwen3ForTokenClassification is not supported.*ForSequenceClassification"),
-    (dict(hf_overrides={"architectures": ["BertModel"]}), "BertModel is not supported"),
+     "Qwen3ForTokenClassification.*ForSequenceClassification"),
+    (dict(hf_overrides={"architectures": ["BertModel"]}), "BertModel"),
     (dict(pooler_config={"dimensions": 8}), "is_matryoshka"),
     (dict(hf_overrides={"is_causal": False}), "is_causal"),
     (dict(hf_overrides={"use_bidirectional_attention": True}), "use_bidirectional_attention"),
-    (dict(hf_overrides={"classifier_from_token": ["no", "Y"]}), "'no' is no token"),
+    (dict(hf_overrides={"classifier_from_token": ["no", "Y"]}), "'no' .*token"),
     (dict(hf_overrides={"classifier_from_token": ["Y"], "is_original_qwen3_reranker": True}),
      "two tokens"),
     (dict(hf_overrides={"classifier_from_token": ["Y"], "method": "vote"}), "method='vote'"),
-    (dict(hf_overrides={"classifier_from_token": "Yn"}), "'Yn' must be a list of tokens"),
+    (dict(hf_overrides={"classifier_from_token": "Yn"}), "'Yn'"),
     (dict(hf_overrides={"classifier_from_token": ["Y"]}, skip_tokenizer_init=True), "tokenizer"),
 ])
 def test_options_that_can_not_work(qwen3, options, message):
@@ -209,14 +209,14 @@ def test_vllms_words_for_pooling(qwen3):
     """Taken where they ask for nothing, refused with the way round where they ask for something."""
     assert PoolingParams(normalize=None) == PoolingParams()
     for asked in (True, False):  # neither is the same as nothing
-        with pytest.raises(ValueError, match=f"normalize={asked} .*use use_activation="):
+        with pytest.raises(ValueError, match=f"normalize={asked} .*use_activation="):
             PoolingParams(normalize=asked)
     config = PoolerConfig(pooling_type="MEAN", activation=None)
     with start(qwen3, pooler_config=config) as llm:
         assert str(llm.runner.pooler) == "pooling MEAN to embed"
         assert len(llm.embed("a", lora_request=None, tokenization_kwargs=None)) == 1
         for call in (llm.embed, lambda text, **given: llm.score(text, text, **given)):
-            with pytest.raises(ValueError, match="lora_request='x': make the engine with"):
+            with pytest.raises(ValueError, match="lora_request='x'"):
                 call("a", lora_request="x")
-        with pytest.raises(TypeError, match=r"use_tdqm: did you mean use_tqdm\?"):
+        with pytest.raises(TypeError, match="use_tdqm.*use_tqdm"):
             llm.embed("a", use_tdqm=False)

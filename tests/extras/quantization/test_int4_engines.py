@@ -96,7 +96,7 @@ def test_act_order_becomes_int8_and_is_said(checkpoints, tmp_path, capfd):
     with LLM(quantized, **INT4) as llm:
         assert greedy(llm, 16) == expected
         assert {*bits(llm).values()} == {8}
-    assert "with act-order, whose groups' inputs are no neighbours" in capfd.readouterr().err
+    assert "act-order" in capfd.readouterr().err
 
 
 def test_a_plain_matrix_beside_4_bits_is_left_wider(checkpoints, tmp_path):

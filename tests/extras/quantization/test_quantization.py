@@ -122,7 +122,7 @@ def test_a_draft_model_may_be_quantised(checkpoints, tmp_path):
     """Its own config.json says so; the model that it drafts for is plain."""
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["int-quantized"])
     drafts = dict(method="draft_model", num_speculative_tokens=2, model=str(quantized))
-    with pytest.raises(ValueError, match="is quantised: set quantization='dequantize'"):
+    with pytest.raises(ValueError, match="quantization='dequantize'"):
         LLM(dense, **SMALL, speculative_config=drafts)
     with LLM(dense, **SMALL, speculative_config=drafts, quantization="dequantize") as llm:
         drafted = greedy(llm, 16)
@@ -150,16 +150,15 @@ SCALE = "model.layers.1.mlp.up_proj.weight_scale"
 
 @pytest.mark.parametrize("change, words", [
     (lambda t: {k: v for k, v in t.items() if k != SCALE},
-     "layers.1.mlp.up_proj is quantised, but has only weight of weight, weight_scale; 1 such"),
-    (lambda t: t | {SCALE: torch.ones(7, 1)},
-     "up_proj don't fit together.*weight_scale \\(7, 1\\)"),
+     "layers.1.mlp.up_proj .*weight, weight_scale; 1 "),
+    (lambda t: t | {SCALE: torch.ones(7, 1)}, "up_proj .*weight_scale \\(7, 1\\)"),
     (lambda t: t | {SCALE.replace("scale", "zero_point"): torch.ones(96, 1)},
-     "up_proj.weight_zero_point has no place"),
+     "up_proj.weight_zero_point"),
     (lambda t: t | {SCALE.replace("weight_scale", "input_scale"): torch.ones(1)},
-     "up_proj.input_scale is a scale of activations"),
+     "up_proj.input_scale"),
     (lambda t: t | {SCALE.replace("weight_scale", "weight"): torch.ones(90, 64).to(torch.int8),
                     SCALE: torch.ones(90, 1)},
-     "up_proj.weight does not match config.json: shape \\(90, 64\\)"),
+     "up_proj.weight .*shape \\(90, 64\\)"),
 ])
 def test_a_matrix_whose_parts_are_wrong_is_named(broken, change, words):
     with pytest.raises(ValueError, match=words):
@@ -169,7 +168,7 @@ def test_a_matrix_whose_parts_are_wrong_is_named(broken, change, words):
 def test_a_part_that_comes_twice_is_named():
     one = int_rows(8, 16, 0)
     tensors = [("a file", "layer.weight", one.tensors["weight"])] * 2
-    with pytest.raises(ValueError, match="a file: the tensor layer.weight comes twice"):
+    with pytest.raises(ValueError, match="a file: .*layer.weight.*twice"):
         list(assemble(iter(tensors), one.entry))
 
 
@@ -180,7 +179,7 @@ def test_a_part_that_comes_twice_is_named():
     (fp8, "weight_scale_inv", lambda t: torch.full_like(t, 127, dtype=torch.uint8),
      "scales are torch.uint8"),  # exponents: 127 is 1.0
     (gptq, "scales", lambda t: t.int(), "scales are torch.int32"),
-    (gptq, "g_idx", lambda t: t - 1, "g_idx names other groups than 0 to 3"),
+    (gptq, "g_idx", lambda t: t - 1, "g_idx names .*0 to 3"),
     (gptq, "g_idx", lambda t: t[0], "inputs by g_idx"),
     (gptq, "g_idx", lambda t: t[1:], r"\(63,\) inputs by g_idx for"),
     (pack, "weight_shape", lambda t: t + 8, "weight_shape says"),
@@ -192,14 +191,14 @@ def test_parts_of_the_right_size_that_mean_something_else_are_refused(make, part
     a weight of the right shape with wrong numbers."""
     one = make(40, 64, 0)
     one.tensors[part] = change(one.tensors[part])
-    with pytest.raises(ValueError, match=f"layer don't fit together.*{words}"):
+    with pytest.raises(ValueError, match=f"layer don't fit.*{words}"):
         read(one)
 
 
 def test_quantised_experts_are_refused():
     one = int_rows(8, 16, 0)
     tensors = [("a file", "layers.0.mlp.experts.3.up_proj.weight", one.tensors["weight"])]
-    with pytest.raises(ValueError, match="experts.3.up_proj.weight: quantised experts are not"):
+    with pytest.raises(ValueError, match="experts.3.up_proj.weight"):
         list(assemble(iter(tensors), one.entry))
 
 
@@ -224,12 +223,12 @@ AUTO = dict(quant_method="auto-round", bits=4, group_size=128,
             packing_format="auto_round:auto_gptq")
 REFUSED = [
     (dict(quant_method="bitsandbytes", load_in_4bit=True),
-     "quant_method='bitsandbytes'.*choose one of fp8, compressed-tensors, gptq, awq"),
-    (dict(bits=4), "quant_method=None is not supported"),
-    (FP8 | dict(activation_scheme="tensor"), "activation_scheme='tensor'.*dynamic or static"),
-    (AUTO | dict(packing_format="auto_round:gptqmodel_marlin"), "packing_format=.*auto_gptq or"),
+     "quant_method='bitsandbytes'.*fp8, compressed-tensors, gptq, awq"),
+    (dict(bits=4), "quant_method=None"),
+    (FP8 | dict(activation_scheme="tensor"), "activation_scheme='tensor'.*dynamic.*static"),
+    (AUTO | dict(packing_format="auto_round:gptqmodel_marlin"), "packing_format=.*auto_gptq"),
     (AUTO | dict(data_type="mx_fp"), "data_type='mx_fp'"), (AUTO | dict(act_bits=8), "act_bits=8"),
-    (FP8 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme=.*KV cache is not"),
+    (FP8 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme="),
     (FP8 | dict(fmt="e5m2"), "fmt='e5m2'"),
     (activations(type="int", dynamic=True), "input_activations=.*W8A8"),
     (activations(type="float", dynamic="local"), "input_activations=.*W8A8"),
@@ -241,28 +240,27 @@ REFUSED = [
     (compressed("pack-quantized", strategy="tensor_group"), "strategy='tensor_group'"),
     (compressed("int-quantized", strategy="channel", num_bits=4), "num_bits=4.*choose 8"),
     (compressed("int-quantized", strategy="channel") | dict(transform_config=dict(a=1)),
-     "transform_config=.*neither rotated nor sparse"),
-    (two_groups(), "config_groups=.*all with the same weights"),
+     "transform_config="),
+    (two_groups(), "config_groups="),
     (compressed("int-quantized") | dict(config_groups={}), "config_groups={}"),
     (GPTQ | dict(bits=3), "bits=3.*4 or 8"),
     (GPTQ | dict(checkpoint_format="marlin"), "checkpoint_format='marlin'.*gptq_v2"),
     (dict(quant_method="awq", bits=4, version="gemv"), "version='gemv'.*gemm"),
-    (dict(quant_method="awq", bits=4, group_size=0), "group_size=0.*a whole number above 0"),
-    (dict(quant_method=["awq"]), "quant_method=\\['awq'\\].*choose one of"),
-    (FP8 | dict(weight_block_size=[128]), "weight_block_size=\\[128\\].*2 whole numbers"),
-    (FP8 | dict(weight_block_size=["a", 2]), "weight_block_size=.*2 whole numbers above 0"),
-    (compressed("pack-quantized", strategy="group", num_bits=4),
-     "group_size=None.*a whole number above 0"),
-    (compressed("int-quantized") | dict(config_groups=[1]), "config_groups=\\[1\\].*an object"),
+    (dict(quant_method="awq", bits=4, group_size=0), "group_size=0"),
+    (dict(quant_method=["awq"]), "quant_method=\\['awq'\\]"),
+    (FP8 | dict(weight_block_size=[128]), "weight_block_size=\\[128\\]"),
+    (FP8 | dict(weight_block_size=["a", 2]), "weight_block_size=\\['a', 2\\]"),
+    (compressed("pack-quantized", strategy="group", num_bits=4), "group_size=None"),
+    (compressed("int-quantized") | dict(config_groups=[1]), "config_groups=\\[1\\]"),
     (compressed("int-quantized") | dict(config_groups=dict(group_0=3)), "group_0=3"),
     (compressed("int-quantized") | dict(config_groups=dict(group_0=dict(weights=[8]))),
-     "weights=\\[8\\].*an object"),
+     "weights=\\[8\\]"),
 ]
 
 
 @pytest.mark.parametrize("entry, words", REFUSED, ids=[words[:30] for _, words in REFUSED])
 def test_what_is_not_read_is_refused_by_name(entry, words):
-    with pytest.raises(ValueError, match=f"quantization_config with {words}"):
+    with pytest.raises(ValueError, match=f"quantization_config.* {words}"):
         read_format(entry)
 
 
@@ -275,7 +273,7 @@ def test_it_is_refused_before_anything_is_loaded(dummy):
 
 
 def test_a_plain_checkpoint_has_nothing_to_assemble(qwen3):
-    with pytest.raises(ValueError, match="quantization='dequantize', but .*qwen3 is not quantised"):
+    with pytest.raises(ValueError, match="quantization='dequantize'.*qwen3"):
         LLM(qwen3, quantization="dequantize")
-    with pytest.raises(ValueError, match="must be dequantize, int8 or int4 .*got 'awq'"):
+    with pytest.raises(ValueError, match="dequantize, int8 or int4.*got 'awq'"):
         LLM(qwen3, quantization="awq")

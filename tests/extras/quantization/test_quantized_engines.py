@@ -69,7 +69,7 @@ def test_products_that_can_not_be_compiled_are_an_error_at_the_start(checkpoints
 
     monkeypatch.setattr(quantization, "library", fails)
     for asked in ("int8", "int4"):
-        with pytest.raises(ValueError, match=rf"quantization='{asked}' .*g\+\+ failed.*'torch'"):
+        with pytest.raises(ValueError, match=rf"quantization='{asked}'.*g\+\+.*'torch'"):
             LLM(checkpoints["tiny"], **SMALL, quantization=asked, kernels="cpu")
 
 
@@ -142,7 +142,7 @@ def test_a_pooling_model_keeps_its_embedding(quantization, near, checkpoints):
 
 @either
 def test_experts_are_refused(checkpoints, quantization):
-    with pytest.raises(ValueError, match=f"quantization='{quantization}' .* Mixtral.*experts"):
+    with pytest.raises(ValueError, match=f"quantization='{quantization}'.*Mixtral.*experts"):
         LLM(checkpoints["mixtral"], **SMALL, quantization=quantization)
 
 

@@ -244,5 +244,5 @@ def test_a_share_of_the_columns_may_cut_groups(size):
 
 
 def test_a_share_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match=r"shape \(10, 192\) in the file, \(10, 96\) expected"):
+    with pytest.raises(ValueError, match=r"\(10, 192\).*\(10, 96\)"):
         grouped((10, 192), 64)[0].share(Span.whole(10), Span.whole(96))

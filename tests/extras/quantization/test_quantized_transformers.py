@@ -139,9 +139,9 @@ def test_a_file_whose_parts_do_not_suit_is_named(made, tmp_path):
     # AutoGPTQ wrote a bias of zeros beside each matrix; one that is not zero is an error.
     save_file(stored | {f"{name}.bias": torch.zeros(48)}, file, {"format": "pt"})
     texts(quantized)
-    for changed, words in [({f"{name}.bias": torch.ones(48)}, f"unexpected tensors .*{name}.bias"),
+    for changed, words in [({f"{name}.bias": torch.ones(48)}, f"unexpected.*{name}.bias"),
                            ({f"{name}.qweight": torch.zeros(1, 1, dtype=torch.int32)},
-                            f"the tensors of {name} don't fit together")]:
+                            f"{name} don't fit")]:
         save_file(stored | changed, file, {"format": "pt"})
         with pytest.raises(ValueError, match=words):
             texts(quantized)
@@ -153,7 +153,7 @@ def test_what_is_not_read_is_refused_in_words(made, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     entry = dict(quant_method="fp8", fmt="e4m3")
     (folder / "config.json").write_text(json.dumps(config | dict(quantization_config=entry)))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel, whose matrices are stored transposed"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel.*transposed"):
         texts(folder, skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match="quantization='dequantize', but .* is not quantised"):
+    with pytest.raises(ValueError, match="quantization='dequantize'"):
         texts(made["olmo2"], quantization="dequantize")

@@ -308,7 +308,7 @@ def test_an_engine_that_ends_gives_back_weights_and_states(made):
     (dict(kv_offload_bytes=2 ** 20), "kv_offload_bytes=1048576"),
     (dict(kv_store="{tmp}"), "kv_store="),
     (dict(enable_lora=True), "enable_lora=True"),
-    (dict(tensor_parallel_size=2), "Lfm2ForCausalLM .* tensor_parallel_size=2")])
+    (dict(tensor_parallel_size=2), "Lfm2ForCausalLM.*tensor_parallel_size=2")])
 def test_what_does_not_go_together_is_refused(made, tmp_path, options, words):
     options = {key: str(tmp_path) if value == "{tmp}" else value for key, value in options.items()}
     with pytest.raises(ValueError, match=words):
@@ -320,8 +320,7 @@ def test_mixers_that_take_no_state_are_refused(made, monkeypatch, forgotten):
     """As Mamba 1's do, whose scan begins at nothing, whatever the cache holds."""
     get = getattr(Rows, forgotten)
     monkeypatch.setattr(Rows, forgotten, lambda *args, **options: get(*args, **options) * 0)
-    with pytest.raises(ValueError, match="Hybrid.*ForCausalLM is not supported: its layers do not "
-                                         "go on from a state that is handed to them"):
+    with pytest.raises(ValueError, match="Hybrid.*ForCausalLM.*state"):
         start(made["granite4-h"])
 
 
@@ -329,5 +328,5 @@ def test_jamba_is_refused(tmp_path):
     folder = make(transformers.JambaConfig(
         **GQA, attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1,
         mamba_d_state=4), tmp_path)
-    with pytest.raises(ValueError, match="JambaForCausalLM is not supported: "):
+    with pytest.raises(ValueError, match="JambaForCausalLM"):
         start(folder)

@@ -275,7 +275,7 @@ def test_tokenizers_are_mended():
             vocab={piece: i for i, piece in enumerate(["b", "1", "2", "12"])}, merges=merges)
         mend_tokenizer(tokenizer, said | {"tokenizer.ggml.pre": pre})
         assert tokenizer.tokenize(text) == pieces, pre
-    with pytest.raises(ValueError, match="tokenizer.ggml.pre='falcon': nobody here knows how it"):
+    with pytest.raises(ValueError, match="tokenizer.ggml.pre='falcon'"):
         mend_tokenizer(tokenizer, said | {"tokenizer.ggml.pre": "falcon"})
     said = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_space_prefix": False}
     tokenizer = words(["a", "b"])
