@@ -28,10 +28,11 @@ from starlette.responses import JSONResponse
 from nanoserve_extras.server.async_llm import EngineDeadError, EngineGenerateError
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history
-KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
-         429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}  # by status
-HEADERS = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"},
-           429: {"retry-after": "1"}}
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+         413: "request_too_large", 429: "rate_limit_error", 500: "api_error",
+         503: "overloaded_error"}  # by status
+HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"},
+           413: {"connection": "close"}, 429: {"retry-after": "1"}}
 FORMS = "response_format", "text", "output_config", "output_format"  # in three languages
 
 

@@ -1,11 +1,13 @@
 """What stands around every endpoint: keys, limits for bodies and open requests, and who is gone.
 
-    request ──► key? ──► room? ──► body, up to a limit ──► the application
-                401       429            413
+    request ──► local? ──► key? ──► room? ──► body, up to a limit and in time ──► the application
+                 403        401      429            413          408
 
 The guard is an ASGI application around another one. It refuses a request before anything is read or
 computed, so that a flood of requests costs little: a body is read only when there is room for its
-request, and no more of it is kept than the limit allows.
+request, and no more of it is kept than the limit allows. A body that doesn't come gives its room
+back. Without a key on the loopback a name that is not local is refused, because a web page could
+have its own name lead here (DNS rebinding), and then ask and read as if it were at home.
 
 Room is counted in sequences: one for a request as long as it is open, and one more for each further
 sample once its body says how many it wants (`Ticket.widen`). So a body of 100 prompts with n=10
@@ -25,8 +27,11 @@ client has gone away.
 import asyncio
 import hmac
 import re
+import time
 from collections.abc import Awaitable
+from contextlib import suppress
 from hashlib import sha256
+from ipaddress import ip_address
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -40,6 +45,9 @@ GONE = 499  # nginx's status for a client that has closed the connection
 ENDING = ("the server is told to end, and this request took longer than --drain-seconds: send it "
           "again")
 PATIENCE = 16  # a body that is too long is read up to so many times the limit
+# A body has 10 seconds, and one more for each 10,000 bytes that have come: Apache's way to bound
+# slow clients, because a fixed time would stop a long body on a slow line.
+BODY_SECONDS, BODY_RATE = 10, 10_000
 # Paths that need no key: they show the server's state and its API, but no prompt and no text.
 OPEN_PATHS = {"/health", "/ping", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
 
@@ -71,11 +79,12 @@ class Ticket:
 class Guard:
     """app: the application to guard. api_keys: an empty list needs no key. max_requests: sequences
     that may be open, running or waiting. max_body_bytes: of one request. root_path: what stands in
-    front of all paths, if a proxy leaves it there."""
+    front of all paths, if a proxy leaves it there. only_local: names of other machines are refused
+    in the header Host."""
 
     def __init__(self, app, api_keys: list[str] = (), max_requests: int = 1024,
-                 max_body_bytes: int = 4 * 2 ** 20, root_path: str = ""):
-        self.app, self.root_path = app, root_path.rstrip("/")
+                 max_body_bytes: int = 4 * 2 ** 20, root_path: str = "", only_local: bool = False):
+        self.app, self.root_path, self.only_local = app, root_path.rstrip("/"), only_local
         self.digests = [sha256(key.encode()).digest() for key in api_keys]
         self.max_requests, self.max_body_bytes = max_requests, max_body_bytes
         self.num_open = 0
@@ -93,6 +102,10 @@ class Guard:
         scope = scope | {"path": self.root_path + plain, "root_path": self.root_path}
         send = named(send, headers.get(b"x-request-id", b"")[:128] or uuid4().hex.encode())
         try:
+            if self.only_local and not is_local(host := headers.get(b"host", b"").decode("latin")):
+                raise BadRequest(f"this server has no key and answers to local names, not to "
+                                 f"Host: {host:.80}: ask for localhost, or start it with --api-key",
+                                 None, 403)
             if path not in OPEN_PATHS and not self.is_known(headers):
                 raise BadRequest("this server wants a key: send the header Authorization: Bearer "
                                  "KEY", None, 401, "invalid_api_key")
@@ -127,10 +140,16 @@ class Guard:
         """The body. What is too long is read on for a while and not kept, because a client that
         still writes would not see the answer. A client that goes away sends no more, and the
         application will hear of that by itself."""
-        most = PATIENCE * self.max_body_bytes
+        most, start = PATIENCE * self.max_body_bytes, time.monotonic()
         body, length, more = b"", announced if announced > most else 0, True
         while more and length <= most:
-            message = await receive()
+            try:
+                async with asyncio.timeout(start + BODY_SECONDS + length / BODY_RATE
+                                           - time.monotonic()):
+                    message = await receive()
+            except TimeoutError as error:
+                raise BadRequest(f"of the body only {length:,} bytes came in time: send it sooner",
+                                 None, 408) from error
             piece, more = message.get("body", b""), message.get("more_body", False)
             length += len(piece)
             body = body + piece if length <= self.max_body_bytes else b""
@@ -138,6 +157,16 @@ class Guard:
             raise BadRequest(f"the body must have at most {self.max_body_bytes:,} bytes "
                              "(--max-body-bytes): send less", None, 413)
         return body
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host's name can't be another machine's: no page has an address for its name."""
+    name = re.sub(r":\d*$", "", host.lower()).strip("[]")
+    if name in ("", "localhost", "host.docker.internal") or name.endswith(".localhost"):
+        return True
+    with suppress(ValueError):
+        return bool(ip_address(name))
+    return False
 
 
 def named(send, request_id: bytes):

@@ -102,6 +102,39 @@ def test_bodies_have_a_limit_whatever_they_claim():
     assert len(app.app.bodies) == 1 and app.num_open == 0
 
 
+def test_a_body_that_does_not_come_gives_its_place_back(monkeypatch):
+    """No time is left, so whatever is not there yet comes too late; what is there is read."""
+    monkeypatch.setattr(module, "BODY_SECONDS", -1)
+    monkeypatch.setattr(module, "BODY_RATE", 10 ** 9)
+    app, sent = Guard(Echo()), []
+
+    async def receive():
+        if not sent:
+            sent.append({"type": "http.request", "body": b"{", "more_body": True})
+            return sent[0]
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+    asyncio.run(app({"type": "http", "path": "/v1/completions", "method": "POST",
+                     "headers": [(b"content-length", b"999")]}, receive, send))
+    assert sent[1]["status"] == 408 and (b"connection", b"close") in sent[1]["headers"]
+    assert "only 1 bytes" in json.loads(sent[2]["body"])["error"]["message"]
+    assert app.num_open == 0 and app.app.bodies == [] and run(app)[0] == 200
+
+
+@pytest.mark.parametrize(("host", "status"), [
+    ("localhost", 200), ("LOCALHOST:8000", 200), ("127.0.0.1:8000", 200), ("[::1]:8000", 200),
+    ("app.localhost:1", 200), ("192.168.1.7:80", 200), ("host.docker.internal:8000", 200),
+    ("evil.example", 403), ("localhost.evil.example:8000", 403), ("127.0.0.1.evil.example", 403),
+    ("evil.example:127", 403), ("xlocalhost", 403), ("r\u00e9.example", 403)])
+def test_a_page_whose_name_leads_here_is_refused_on_every_path(host, status):
+    for path, method in (("/v1/completions", "POST"), ("/trace", "GET"), ("/health", "GET")):
+        found, error, _ = run(Guard(Echo(), only_local=True), path, method=method, host=host)
+        assert found == status and (status == 200 or "--api-key" in error["message"])
+        assert run(Guard(Echo()), path, method=method, host=host)[0] == 200
+
+
 def test_a_flood_is_told_to_come_back():
     async def flood():
         app = Guard(Echo(asyncio.Event()), max_requests=3)
