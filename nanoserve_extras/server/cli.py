@@ -23,8 +23,9 @@ import re
 import signal
 import socket
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, Field, fields
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ def make_parser() -> argparse.ArgumentParser:
                       "a 413; 4 MiB if left out, and 32 MiB with images")
     door.add_argument("--drain-seconds", type=positive, default=30,
                       help="how long running requests may take when the server is told to end")
+    door.add_argument("--keep-alive-seconds", type=positive, default=75,
+                      help="how long an idle connection stays open; more than a balancer keeps its")
     door.add_argument("--log-level", default="info", help="uvicorn's",
                       choices=("critical", "error", "warning", "info", "debug"))
     add_engine_options(serve.add_argument_group(
@@ -232,10 +235,13 @@ def main(argv: list[str] | None = None) -> int:
         names = args.served_model_name or [getattr(args, "model", BUNDLED_MODEL.name)]
         check_names([*names, *(name for name, _ in args.lora_modules or ())])
         llm = LLM(getattr(args, "model", BUNDLED_MODEL), **engine_options(args))
+        with naming(args.host, args.port):  # two that start at a time may both be bound to it
+            listening.listen()
         lora_requests = load_adapters(llm, args.lora_modules)
         keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
         app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict, api_keys=keys,
                          root_path=args.root_path, max_requests=args.max_requests,
+                         only_local=not keys and is_loopback(listening),
                          max_body_bytes=args.max_body_bytes
                          or (32 if args.limit_mm_per_prompt else 4) * 2 ** 20)
     except (ValueError, OSError) as error:
@@ -245,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
                              expose_headers=["x-request-id"])
     config = uvicorn.Config(app, http=Http1, timeout_graceful_shutdown=args.drain_seconds,
-                            log_level=args.log_level)
+                            timeout_keep_alive=args.keep_alive_seconds, log_level=args.log_level)
     run(uvicorn.Server(config), listening, greeting(names[0], listening, keys))
     return 0
 
@@ -276,18 +282,28 @@ def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet. Raises `OSError` if there is no such address, or if
     the port is taken. (The system would take port 65,536 for 0, which is any that is free.)"""
-    with ExitStack() as ends:
-        try:
-            if not 0 <= port < 2 ** 16:
-                raise OSError(errno.EINVAL, "choose a port from 0 to 65535")
-            family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            sock = ends.enter_context(socket.socket(family, kind))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-        except OSError as error:
-            raise OSError(f"can't listen on {host}, port {port}: {error.strerror}") from error
+    with naming(host, port), ExitStack() as ends:
+        if not 0 <= port < 2 ** 16:
+            raise OSError(errno.EINVAL, "choose a port from 0 to 65535")
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = ends.enter_context(socket.socket(family, kind))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
         ends.pop_all()
         return sock
+
+
+@contextmanager
+def naming(host: str, port: int):
+    """Says in an `OSError` inside where can't be listened."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"can't listen on {host}, port {port}: {error.strerror}") from error
+
+
+def is_loopback(listening: socket.socket) -> bool:
+    return ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
 
 
 class Http1(AutoHTTPProtocol):
@@ -311,8 +327,7 @@ def run(server: uvicorn.Server, listening: socket.socket, said: str) -> None:
     signal once more, which ends the process with status 0."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        listening.listen()  # whoever reads the next line may connect, or send a signal, at once
-        print(said, file=sys.stderr, flush=True)
+        print(said, file=sys.stderr, flush=True)  # who reads it may connect, or send a signal
         server.run(sockets=[listening])
     except KeyboardInterrupt:
         pass

@@ -121,6 +121,31 @@ def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(capsys, mo
     assert "can't listen on 127.0.0.1" in capsys.readouterr().err
 
 
+def test_two_servers_that_start_at_a_time_get_one_port_and_one_line(capsys, monkeypatch):
+    """Both are bound to it while they load; the second one is told when it wants to listen."""
+    with cli.listen("127.0.0.1", 0) as other:
+        monkeypatch.setattr(cli, "LLM", lambda *_, **__: other.listen())
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["--port", str(other.getsockname()[1])])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("nanoserve: can't listen on 127.0.0.1")
+
+
+@pytest.mark.parametrize(("words", "local", "seconds"), [
+    ([], True, 75), (["--api-key", "k"], False, 75), (["--host", "0.0.0.0"], False, 75),
+    (["--host", "localhost", "--keep-alive-seconds", "620"], True, 620)])
+def test_a_server_without_a_key_on_this_machine_takes_local_names(words, local, seconds,
+                                                                  monkeypatch):
+    made = []
+    monkeypatch.setattr(cli, "LLM", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "AsyncLLM", lambda llm: llm)
+    monkeypatch.setattr(cli, "create_app", lambda *_, **limits: made.append(limits))
+    monkeypatch.setattr(cli, "run", lambda server, *_: made.append(server.config))
+    monkeypatch.delenv(cli.KEY_VARIABLE, raising=False)
+    cli.main(["--port", "0", *words])
+    assert made[0]["only_local"] is local and made[1].timeout_keep_alive == seconds
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["--lora-modules", "one=folder"], "--lora-modules has no effect without --enable-lora"),
     (["--api-key", ""], "--api-key is empty")])
