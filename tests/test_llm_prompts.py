@@ -21,6 +21,7 @@ from small_engine import (
 )
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve.config import EngineConfig
 from nanoserve.frontend.inputs import InputProcessor
 
 # ----------------------------------------------------- prompts and their results
@@ -268,7 +269,7 @@ def test_the_wrong_one_among_many_is_named(llm, expected, wrong):
 def test_a_batch_has_the_tokens_that_each_text_has_alone(name):
     """Special tokens included. Nothing is padded or cut."""
     tokenizer = real.TOKENIZERS[name]
-    inputs = InputProcessor(None, None, tokenizer)
+    inputs = InputProcessor(EngineConfig(model="."), None, tokenizer)
     texts = [real.ENGLISH[:n] for n in (1, 7, 90, 300)] + [real.OTHERS, "x"]
     assert [prompt["prompt_token_ids"] for prompt in inputs.tokenize(texts)] == [
         tokenizer.encode(text) for text in texts]

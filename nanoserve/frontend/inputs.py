@@ -28,6 +28,7 @@ from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.frontend.messages import render_messages
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.plain_texts import PlainTexts
 from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt, salt_of, template_of
 from nanoserve.frontend.request import Request
 from nanoserve.frontend.vllm import in_our_words
@@ -57,6 +58,8 @@ class InputProcessor:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
+        is_asked = config.split_special_tokens and tokenizer is not None
+        self.plain = PlainTexts(tokenizer) if is_asked and not _renders_by_code(tokenizer) else None
 
     def check_generates(self) -> None:
         """Raises `ValueError` where requests don't become text."""
@@ -225,14 +228,21 @@ class InputProcessor:
                 isinstance(message, dict) for message in conversation):
             raise ValueError("a conversation must be a list of dicts with 'role' and 'content', "
                              f"got {str(conversation)[:80]!r}")
-        if getattr(tokenizer, "backend", None) == "mistral_common":
+        if _renders_by_code(tokenizer):
             return self._render_by_code(conversation, template_options)
         if not (template_options.get("chat_template") or tokenizer.chat_template):
             raise ValueError("the tokenizer has no chat template: pass chat_template=, use "
                              "generate(), or install mistral-common for a tekken.json")
+        if self.plain:
+            conversation = self.plain.broken(conversation)
+            template_options = {name: one if name == "chat_template" else self.plain.broken(one)
+                                for name, one in template_options.items()}
         text = render_messages(conversation, partial(
             tokenizer.apply_chat_template, tokenize=False, **template_options),
             template_options.get("tools"))
+        if self.plain:
+            text, ids = self.plain.encode(text)
+            return {"prompt": text, "prompt_token_ids": ids}
         # The template has written the special tokens, BOS included.
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
                 "chat_template": template_options.get("chat_template")}
@@ -310,6 +320,10 @@ class InputProcessor:
                                  "shows: use skip_special_tokens=False, or that token alone")
             found += ids
         return found
+
+
+def _renders_by_code(tokenizer: Tokenizer) -> bool:
+    return getattr(tokenizer, "backend", None) == "mistral_common"
 
 
 def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: frozenset[int],

@@ -178,7 +178,11 @@ class Server:
     def _read(self, prompt: Any, body: GenerationBody | TokenizeBody) -> tuple:
         """A prompt's text, if it has one, and its token ids. Raises `ValueError`."""
         text, ids = self.llm.inputs.read_prompt(prompt)
-        if body.add_special_tokens is not None and text is not None:
+        is_plain = isinstance(prompt, dict) and self.llm.config.split_special_tokens
+        if is_plain and body.add_special_tokens:
+            raise BadRequest("add_special_tokens: with --split-special-tokens the template alone "
+                             "writes special tokens: leave it out", "add_special_tokens")
+        if body.add_special_tokens is not None and text is not None and not is_plain:
             ids = self.llm.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         return text, ids
 
