@@ -76,8 +76,10 @@ TABLE = (
     Row("LLM", "override_generation_config", "pass SamplingParams with these values to generate()"),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
-    Row("LLM call prompt body", "mm_processor_kwargs media_io_kwargs", "images are read as the "
-        "checkpoint says: leave it out"),
+    Row("LLM call prompt body", "media_io_kwargs", "images are read as the checkpoint says: leave "
+        "it out"),
+    Row("call prompt body", "mm_processor_kwargs", "say it when the engine is made, to LLM() or the"
+        " server"),
     Row("prompt", "multi_modal_data", "this engine reads text alone: make it with "
         "limit_mm_per_prompt={'image': 1}, see docs/vision.md"),
     # How it runs.

@@ -223,10 +223,24 @@ class MultimodalInputs(InputProcessor):
         super().__init__(*args)
         self.extra, self.encoder, self.folder = extra, extra.encoder, folder
         self.tried: set[tuple] = set()  # shapes of tensors for which processor and tower agree
+        if self.arguments:
+            self.processor  # noqa: B018 - now, so that a name that it lacks is said at the start
+
+    @property
+    def arguments(self) -> dict:
+        return self.extra.options.mm_processor_kwargs or {}
 
     @cached_property
     def processor(self) -> ProcessorMixin:
-        return load_processor(self.folder, self.encoder.config)
+        """Raises `ValueError` for arguments that it would pass over with a warning."""
+        processor = load_processor(self.folder, self.encoder.config)
+        if self.arguments:
+            part = getattr(processor, "image_processor", None) or processor.feature_extractor
+            known = getattr(part, "valid_kwargs", part.__call__).__annotations__.keys()
+            if unknown := self.arguments.keys() - known:
+                raise ValueError(f"mm_processor_kwargs: this model's processor takes no "
+                                 f"{min(unknown)}: choose of {', '.join(sorted(known))}")
+        return processor
 
     def process(self, request_id: str, prompt: Prompt, *args) -> Request:
         """As for texts; raises `ValueError` for what is no image, too large, or one too many."""
@@ -288,7 +302,8 @@ class MultimodalInputs(InputProcessor):
             audio=[read_sound(image, self.processor.feature_extractor.sampling_rate)])
         with in_words(f"this model's processor can't read this {kind}"):
             made = self.processor(**given, text=getattr(self.processor, f"{kind}_token"),
-                                  return_tensors="pt", return_text_replacement_offsets=True)
+                                  return_tensors="pt", return_text_replacement_offsets=True,
+                                  **self.arguments)
         written = self.processor.tokenizer.encode(
             made["text_replacement_offsets"][0][0]["replacement"], add_special_tokens=False)
         return MediaItem({name: made[name] for name in self.encoder.takes if name in made},

@@ -16,10 +16,13 @@ def keep_limits(limits: Any) -> dict[str, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MultimodalOptions(Options):
-    """limit_mm_per_prompt: `None` for prompts of text alone. encoder_cache_tokens: the size of the
-    cache of what the tower made of images."""
+    """limit_mm_per_prompt: `None` for prompts of text alone. mm_processor_kwargs: laid over what
+    the folder's files say. encoder_cache_tokens: the size of the cache of what the tower made."""
 
     limit_mm_per_prompt: dict | None = option(None, Rule(
         "a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have",
         keep_limits))
+    mm_processor_kwargs: dict | None = option(None, Rule(
+        "a dict of arguments that the checkpoint's processor takes",
+        lambda given: only_if(isinstance(given, dict), given) or None), "limit_mm_per_prompt")
     encoder_cache_tokens: int = option(8192, rules.COUNT, "limit_mm_per_prompt")

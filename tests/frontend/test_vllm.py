@@ -56,7 +56,7 @@ def test_words_that_are_taken(given, same):
     dict(served_model_name="x"),
     dict(data_parallel_size=2), dict(kv_transfer_config={"kv_connector": "x"}), dict(swap_space=4),
     dict(cpu_offload_gb=10), dict(tokenizer_mode="mistral"),
-    dict(mm_processor_kwargs={"size": 1}), dict(max_logprobs=20), dict(use_tqdm_on_load=False),
+    dict(media_io_kwargs={"size": 1}), dict(max_logprobs=20), dict(use_tqdm_on_load=False),
     dict(compilation_config=3), dict(task="embed"), dict(data_parallel_size=True),
     dict(attention_backend=["x"]), dict(worker_cls=object),
     dict(logits_processors=["a.Class"])], ids=str)

@@ -12,7 +12,7 @@ import transformers
 from architectures import Made
 from checkpoints import assert_same_text, byte_tokenizer
 from hearing import make_hearing
-from seeing import NETWORKS, TILED, TOKENS, Seer, make_seeing, make_with_processor
+from seeing import NETWORKS, PLACES, TILED, TOKENS, Seer, make_seeing, make_with_processor
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.tokenizers import load_tokenizer
@@ -79,6 +79,30 @@ def test_the_files_arguments_count(folders, tmp_path, name):
         while llm.has_unfinished_requests():
             outs = llm.step()
         assert outs[0].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_arguments_that_are_laid_over_the_files(folders):
+    """Oracle: transformers' image processor with them, whose tensors are handed over."""
+    folder, image, size = folders["qwen2.5-vl"], photo(1, 84, 112), dict(
+        shortest_edge=784, longest_edge=4704)
+    made = transformers.AutoImageProcessor.from_pretrained(folder)(
+        images=[image], size=size, return_tensors="pt")
+    picture = {key: made[key] for key in ("pixel_values", "image_grid_thw")}
+    place, token = PLACES["qwen2.5-vl"], "<|image_pad|>"
+    many = place.replace(token, token * int(made["image_grid_thw"].prod()))  # merge_size is 1
+    texts = []
+    for options, where, shown in ((dict(mm_processor_kwargs=dict(size=size)), place, image),
+                                  ({}, many, picture), ({}, place, image)):
+        with start(folder, num_gpu_blocks_override=64, **options) as llm:
+            [out] = llm.generate({"prompt": f"A{where}B", "multi_modal_data": {"image": shown}},
+                                 GREEDY, use_tqdm=False)
+            texts.append((out.prompt_token_ids, out.outputs[0].token_ids))
+    assert texts[0] == texts[1] and len(texts[0][0]) < len(texts[2][0])
+    with pytest.raises(ValueError, match="mm_processor_kwargs: this model's processor takes no max_"
+                                         "pixel: choose of .*max_pixels"):
+        start(folder, mm_processor_kwargs=dict(max_pixel=9))
+    with pytest.raises(ValueError, match="mm_processor_kwargs"):
+        LLM(mm_processor_kwargs=dict(max_pixels=9))  # without limit_mm_per_prompt
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -46,7 +46,7 @@ NOT_SERVED = [
     ("regex", "a+", "structured_outputs=", [""]), ("vllm_xargs", {"a": 1}, "logit_bias", [{}]),
     ("kv_transfer_params", {"a": 1}, "kv_store", [{}]), ("prompt_embeds", "x", "token ids", [""]),
     ("detokenize", False, "return_token_ids", [True]), ("documents", ["x"], "message", [[]]),
-    ("mm_processor_kwargs", {"a": 1}, "as the checkpoint says", [{}])]
+    ("mm_processor_kwargs", {"a": 1}, "when the engine is made", [{}])]
 
 
 def offline(server, prompt, **params) -> list[str]:
