@@ -67,7 +67,8 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
 
     args: an `EngineArgs`. given: extras that were handed over. Returns the engine's own options,
     the checkpoint's `ModelConfig`, and all extras in the order in which they are prepared and
-    called. Raises `ValueError` for a checkpoint that can't be read.
+    called. Raises `ValueError` for a checkpoint that can't be read, and for an option that would
+    change nothing, because its extra was handed over with another value.
     """
     from nanoserve.config import EngineConfig
     from nanoserve.frontend.facts import Fact
@@ -96,8 +97,14 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
         "multimodal.multimodal.Multimodal": args.limit_mm_per_prompt is not None,
         "block_store.block_store.BlockStore": bool(args.kv_offload_bytes) or bool(args.kv_store)}
     for kind in [find(path) for path, is_chosen in chosen.items() if is_chosen]:
-        if not any(isinstance(one, kind) for one in given):
-            extras.append(kind(**vars(args.part(kind.Options))))
+        asked, mine = vars(args.part(kind.Options)), [x for x in given if isinstance(x, kind)]
+        if not mine:
+            extras.append(kind(**asked))
+        for one in mine:
+            for name, value in asked.items():
+                if value not in (getattr(one.options, name), getattr(kind.Options(), name)):
+                    raise ValueError(f"{name}={value!r} stands beside extras=[...], in which is "
+                                     f"{kind.__name__}: give it to that one")
     return args.part(EngineConfig), model_config, extras + given
 
 

@@ -49,7 +49,7 @@ class Speculation(Extra):
 
     def __init__(self, **options: dict):
         super().__init__(**options)
-        self.asked = dict(self.options.speculative_config)
+        self.asked = dict(self.options.speculative_config or {})
         with in_words("speculative_config", ValueError):
             self.kind = _choose(self.asked)
         self.needs, self.ends = self.kind.needs, self.kind.ends

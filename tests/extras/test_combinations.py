@@ -109,3 +109,11 @@ def test_what_is_no_extra_is_refused_by_name(extras, qwen3):
 def test_an_option_that_an_extra_lacks_is_refused_with_those_that_it_has():
     with pytest.raises(TypeError, match="max_lora: .*max_loras"):
         LoRA(max_lora=2)
+
+
+def test_an_option_beside_its_extra_says_the_same_or_is_refused(qwen3):
+    """It would change nothing."""
+    with pytest.raises(ValueError, match="max_loras=2 .*LoRA"):
+        LLM(qwen3, enable_lora=True, max_loras=2, extras=[LoRA(max_loras=4)])
+    with LLM(qwen3, enable_lora=True, max_loras=4, extras=[lora := LoRA(max_loras=4)]) as llm:
+        assert llm.extra(LoRA) is lora
