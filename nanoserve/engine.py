@@ -32,7 +32,8 @@ from pathlib import Path
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.extra import Extra, Hooks
+from nanoserve.extra import AN_EXTRA, Extra, Hooks
+from nanoserve.frontend import rules
 from nanoserve.frontend.facts import Part, check_added, facts_of
 from nanoserve.frontend.metrics import EngineMetrics, Metric
 from nanoserve.frontend.outputs import RequestOutput
@@ -87,11 +88,16 @@ class LLMEngine:
 
     def add(self, extra: Extra, first: bool = False) -> None:
         """Hand over one more extra, between two steps. It is asked behind all others, or before.
-        Raises `ValueError` where it doesn't go together with the engine (frontend/facts.py)."""
+        Raises `ValueError` where it doesn't go together with the engine (frontend/facts.py), or
+        has something to `prepare`: weights and cache are there by now."""
+        rules.checked("an extra", AN_EXTRA, extra)
+        if type(extra).prepare is not Extra.prepare:
+            raise ValueError(f"{extra.name} can't be added to an engine that runs, which has been "
+                             "made without it: make the engine with extras=[...]")
         with self.turns:
             check_added(extra, [*self.parts, *self.extras])
+            extra.attach(self)  # an error in it leaves the engine as it was
             self.extras.insert(0 if first else len(self.extras), extra)
-            extra.attach(self)
             self.hooks.keep(self.extras)
 
     def remove(self, extra: Extra) -> None:
@@ -216,7 +222,11 @@ class LLMEngine:
             self.scheduler.update(step, token_ids)
             for tell in self.hooks.updated:
                 tell(step, step.grown)
-        finally:  # also if an extra fails: what counts must reach its caller
+        except BaseException:  # some have not heard that it is over
+            for tell in self.hooks.dropped:
+                tell(step)
+            raise
+        finally:  # what counts must reach its caller
             self._collect(step.grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()

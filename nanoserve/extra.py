@@ -30,7 +30,7 @@ from inspect import isfunction
 from typing import Any
 
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.rules import Options
+from nanoserve.frontend.rules import Options, instance
 from nanoserve.sequence import Sequence, Step
 
 
@@ -128,8 +128,8 @@ class Extra:
         gap; a stop string may still remove the last ones."""
 
     def dropped(self, step: Step) -> None:
-        """Forget a launched step: its tokens are scheduled again. Called after an error or Ctrl-C
-        instead of `updated`."""
+        """Forget a step: its tokens are scheduled again. Called after an error or Ctrl-C, mostly
+        instead of `updated`, or behind it if another extra has failed in it."""
 
     def gave_up(self, seq: Sequence) -> bool:
         """Return whether the stop token that ends `seq` breaks its text off: then its finish reason
@@ -161,6 +161,9 @@ class Extra:
 
 NAMES = [name for name, method in vars(Extra).items()
          if isfunction(method) and not name.startswith("_")]
+
+
+AN_EXTRA = instance(Extra, "an object that inherits from Extra")
 
 
 class Hooks:

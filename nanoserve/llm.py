@@ -33,7 +33,7 @@ from nanoserve.device.choice import describe, fit_to_device, namespace, pick_dev
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.device.trial import untrusted
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import Extra
+from nanoserve.extra import AN_EXTRA, Extra
 from nanoserve.frontend import rules
 from nanoserve.frontend.defaults import own_parts, resolve
 from nanoserve.frontend.facts import Fact, facts_of
@@ -51,7 +51,7 @@ from nanoserve.parallel.serving import LAST_WORD, serve_rank
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
-EXTRAS = rules.list_of(rules.instance(Extra, "one"), "a list of objects that inherit from Extra")
+EXTRAS = rules.list_of(AN_EXTRA, "a list of objects that inherit from Extra")
 NO_EXTRAS = " (nanoserve_extras, the package of what is added to the engine, is not there)"
 
 

@@ -48,8 +48,8 @@ MAY_IMPORT = {
     "frontend/*": ["config", "sequence", "extra", "scheduler", "checkpoint/*", "frontend/*"],
     "engine": ["scheduler", "model_runner", "frontend/facts", "frontend/metrics",
                "frontend/outputs", "frontend/progress", "frontend/prompts", "frontend/request",
-               "checkpoint/model_config",
-               "checkpoint/tokenizers", "config", "sequence", "extra", "parallel/turns"],
+               "frontend/rules", "checkpoint/model_config", "checkpoint/tokenizers",
+               "config", "sequence", "extra", "parallel/turns"],
     "llm": ["engine", "model_runner", "scheduler", "frontend/*", "checkpoint/*", "parallel/*",
             "device/*", "config", "sequence", "extra"],
 }

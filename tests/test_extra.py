@@ -37,6 +37,9 @@ def test_a_hook_that_fails_is_heard_of_and_changes_no_text(llm, expected, hook):
             return getattr(Extra, hook)(None, *args)
 
         failing, texts, errors = hand_over(llm, **{hook: fail}), {}, 0
+        running = set()
+        behind = hand_over(llm, launching=running.add, dropped=running.discard,
+                           updated=lambda step, grown: running.discard(step))  # noqa: B023
         for name, prompt in PROMPTS.items():
             llm.add_request(name, prompt, greedy(12, logprobs=1))
         while llm.has_unfinished_requests():
@@ -47,6 +50,8 @@ def test_a_hook_that_fails_is_heard_of_and_changes_no_text(llm, expected, hook):
                 errors += 1
             llm.scheduler.check()
         llm.remove(failing)
+        llm.remove(behind)
+        assert not running, "the extra behind it has heard of each step's end"
         assert texts == {name: expected(prompt, 12) for name, prompt in PROMPTS.items()}
         assert errors == (next(calls) > nth), "raised where it was called so often"
 
@@ -62,3 +67,30 @@ def test_an_observer_that_fails_whenever_requests_end_keeps_none_of_them(llm):
     assert not llm.requests
     llm.remove(failing)
     drain(llm)
+
+
+class Prepares(Extra):
+    def prepare(self, plan):
+        return plan
+
+
+class CannotAttach(Extra):
+    def attach(self, engine):
+        raise RuntimeError("no room")
+
+
+@pytest.mark.parametrize(("extra", "words"), [
+    (Prepares(), "Prepares can't be added to an engine that runs, .* extras="),
+    (Extra, "an extra must be an object that inherits from Extra, got <class"),
+    (None, "an extra must be an object that inherits from Extra, got None"),
+    (CannotAttach(), "no room")], ids=str)
+def test_an_engine_that_runs_stays_as_it_was_where_an_extra_is_refused(llm, extra, words):
+    before = [*llm.extras]
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        llm.add(extra)
+    assert llm.extras == before
+
+
+def test_one_object_is_handed_over_once(qwen3):
+    with pytest.raises(ValueError, match="Extra is there already: leave the second time out"):
+        make(qwen3, extras=[watcher := Extra(), watcher])

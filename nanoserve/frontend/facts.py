@@ -67,21 +67,21 @@ def clash(one: Part, other: Part) -> str | None:
 
 def facts_of(parts: Iterable[Part]) -> frozenset[Fact]:
     """The facts that are true of an engine with these parts. Raises `ValueError` for two that
-    clash."""
+    clash, and for one that is there twice."""
     parts = list(parts)
     for i, one in enumerate(parts):
         for other in parts[:i]:
+            if one is other:
+                raise ValueError(f"{one.name} is there already: leave the second time out")
             if (why := clash(one, other)) is not None:
                 raise ValueError(why)
     return frozenset(Fact).difference(*(part.ends for part in parts))
 
 
 def check_added(part: Part, others: Iterable[Part]) -> None:
-    """Whether a part may join an engine that runs. Raises `ValueError` if it is there already, if
-    it clashes with another, or if it ends a fact that the engine has been built on."""
+    """Whether a part may join an engine that runs. Raises `ValueError` as `facts_of` does, and if
+    it ends a fact that the engine has been built on."""
     others = list(others)
-    if any(part is other for other in others):
-        raise ValueError(f"{part.name} has been added already: leave the second time out")
     before = facts_of(others)
     if lost := [fact for fact in Fact if fact in before - facts_of([*others, part])]:
         raise ValueError(f"{part.name} can't be added to an engine that runs, which relies on it "
