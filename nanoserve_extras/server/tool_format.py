@@ -18,6 +18,7 @@ With a parser for each model's format there would be some thirty of them, as in 
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from os.path import commonprefix
@@ -86,7 +87,8 @@ class TemplateProbe:
         if turn is not None:
             chat.append({"role": "assistant", "content": ""} | turn)
         try:
-            return self.render(chat, tools=TOOLS, **options).rpartition(ASKED)[2]
+            with warnings.catch_warnings(action="ignore"):  # calls that are not written are no news
+                return self.render(chat, tools=TOOLS, **options).rpartition(ASKED)[2]
         except Exception as error:
             self.error = str(error)
             return ""

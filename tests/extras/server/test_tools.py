@@ -104,6 +104,14 @@ def is_plain(name: str, value) -> bool:
     return name != "LFM2.5" or not isinstance(value, str) or not set(value) & set("'=,)")
 
 
+def test_a_template_without_calls_gives_no_warning_before_there_is_a_call(recwarn):
+    """A start warned of made-up calls, and nothing was said when real ones were lost."""
+    render = renderer("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    assert derive(render, []).why.endswith("it does not write them") and not list(recwarn)
+    render([*ASKED, dict(role="assistant", content="", tool_calls=calls_of(("f", {})))])
+    assert "does not write all calls" in str(recwarn.pop(UserWarning).message)
+
+
 @every_format
 def test_every_template_of_today_is_derived_and_proved(name):
     assert FORMATS[name].why == ""
