@@ -40,8 +40,8 @@ Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` 
 class Placement:
     """The device and dtype of the weights, and the operators: the same for all layers of a model.
 
-    linear, embedding: what makes these layers; an extra may put its own here. assemble: turns a
-    quantised checkpoint's tensors into weights, see `load_weights`.
+    linear, embedding, experts: what makes these layers; an extra may put its own here. assemble:
+    turns a quantised checkpoint's tensors into weights, see `load_weights`.
     """
 
     dtype: torch.dtype
@@ -50,6 +50,7 @@ class Placement:
     ops: ModuleType = ops  # or one of its twins, which have the same functions
     linear: Callable[..., "Linear"] = field(default_factory=lambda: Linear)
     embedding: Callable[..., "Embedding"] = field(default_factory=lambda: Embedding)
+    experts: Callable[..., nn.Module] = field(default_factory=lambda: Experts)
     assemble: Callable | None = None
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

@@ -107,7 +107,7 @@ class LLM(LLMEngine):
                             code=args.trust_remote_code, revision=args.revision)
         asked, self.model_config, extras = read_model(args, folder, given)
         device = pick_device(asked.device)
-        parts = own_parts(asked, device, self.model_config)
+        parts = own_parts(asked, device)
         facts = facts_of([*parts, *extras])
         config = resolve(asked, device, self.model_config, facts)
         take_gpu(config.num_ranks, config.device)

@@ -27,7 +27,7 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers import Experts, Linear, Placement, RMSNorm, RotaryEmbedding
+from nanoserve.layers import Linear, Placement, RMSNorm, RotaryEmbedding
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, cos and sin, a stream's two terms
 KVCache = list[Pair]  # K and V of each layer, see `ops.new_cache`
@@ -231,7 +231,7 @@ class MoE(nn.Module):
         experts, inner = config.num_experts, config.moe_intermediate_size
         # Every rank has the router, so all of them pick the same experts without communication.
         self.gate = Linear(config.hidden_size, {"gate": experts}, False, on)
-        self.experts = Experts(
+        self.experts = on.experts(
             on.ranks.share(experts) if expert_parallel else experts, config.hidden_size,
             inner if expert_parallel else on.ranks.share(inner), config.activation, on)
 

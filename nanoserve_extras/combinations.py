@@ -55,7 +55,7 @@ def foreign(*more: Part) -> list[Part]:
 
 KINDS: dict[str, list[Part]] = {
     "own dense": [],
-    "own mixture": [Asked("a mixture", frozenset([Fact.ONE_MATRIX]))],
+    "own mixture": [],
     "transformers' dense": foreign(),
     "hybrid": foreign(Recurrent()),
     "latent": foreign(),

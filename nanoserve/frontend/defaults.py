@@ -25,15 +25,13 @@ from nanoserve.frontend.facts import Asked, Fact
 from nanoserve.frontend.rules import DTYPES
 
 
-def own_parts(asked: EngineConfig, device: str, model_config: ModelConfig) -> list[Asked]:
-    """What the engine's own options, and the model, make untrue."""
+def own_parts(asked: EngineConfig, device: str) -> list[Asked]:
+    """What the engine's own options make untrue."""
     untrue = [
         (f"tensor_parallel_size={asked.tensor_parallel_size}", Fact.ONE_RANK,
          asked.tensor_parallel_size > 1),
         ("enable_prefix_caching=False", Fact.PREFIX_CACHE, not asked.enable_prefix_caching),
-        (f"device={device!r}", Fact.ON_CPU, device != "cpu"),
-        (f"{model_config.architecture}, which has experts", Fact.ONE_MATRIX,
-         any(model_config.moe_layers))]
+        (f"device={device!r}", Fact.ON_CPU, device != "cpu")]
     return [Asked(name, frozenset([fact])) for name, fact, is_so in untrue if is_so]
 
 

@@ -24,7 +24,6 @@ class Fact(Enum):
     GENERATES = "it writes text"
     OWN_NETWORK = "the network is nanoserve's own"
     OWN_LINEAR = "the linear layers are nanoserve's own"
-    ONE_MATRIX = "each weight is a matrix, and not one for each expert"
     KV_ALONE = "KV blocks are all that a sequence keeps"
     TOKENS_NAME_BLOCKS = "tokens alone say what a KV block holds"
     PREFIX_CACHE = "KV blocks are kept for later prompts"

@@ -169,7 +169,8 @@ class Adapters:
         they are those that were loaded before."""
         last = f"layers.{len(model.layers) - 1}."
         for path, layer in model.named_modules():
-            if isinstance(layer, Linear) and path.startswith("layers."):
+            if isinstance(layer, Linear) and path.startswith("layers.") and (
+                    ".experts." not in path):
                 names = {beside(path, name): name for name in layer.matrices}
                 known = self.products.get(next(iter(names)))
                 products = known[0] if known else AdaptedProducts(

@@ -32,11 +32,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanoserve.config import EngineConfig
 from nanoserve.engine import Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.progress import say
 from nanoserve_extras.quantization.options import QuantizationOptions
+from nanoserve_extras.quantization.quantized_experts import QuantisedExperts
 from nanoserve_extras.quantization.quantized_linear import (
     GROUP,
     CpuWeight,
@@ -99,8 +101,7 @@ class Quantization(Extra):
 
     @property
     def needs(self) -> frozenset[Fact]:
-        is_packed = self.options.quantization in ("int8", "int4")
-        return frozenset([Fact.OWN_LINEAR, *[Fact.ONE_MATRIX] * is_packed])
+        return frozenset([Fact.OWN_LINEAR])
 
     def prepare(self, plan: Plan) -> Plan:
         self.kind, layers = choose_layers(self.options.quantization, plan)
@@ -127,7 +128,10 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
         # Of 4 bits in a checkpoint nothing else is rounded to 4 bits; made-up ones are rounded.
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
         size = GROUP if kind == "int4" and not is_4 else 0
-        layers = {"linear": partial(QuantisedLinear, kind=weight, size=size),
+        linear = partial(QuantisedLinear, kind=weight, size=size)
+        if any(plan.model_config.moe_layers):
+            check_experts(kind, config)
+        layers = {"linear": linear, "experts": partial(QuantisedExperts, linear=linear),
                   "embedding": partial(QuantisedEmbedding, kind=weight),
                   "assemble": partial(assemble, keep=kind == "int4")}
         if config.kernels == "cpu":
@@ -143,6 +147,16 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
             say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "
                 "neighbours: such weights become int8")
     return kind, layers
+
+
+def check_experts(kind: str, config: EngineConfig) -> None:
+    """Raises `ValueError` where those of a mixture can't be kept in few bits."""
+    if config.kernels == "triton":
+        raise ValueError(f"quantization={kind!r} of experts runs on a CPU alone: leave it out, or "
+                         "use device='cpu'")
+    if config.expert_parallel:
+        raise ValueError(f"expert_parallel=True with quantization={kind!r}: leave it out, so that "
+                         "each rank has a part of every expert")
 
 
 def kind_of_weight(kernels: str) -> type[TorchWeight | CpuWeight]:
@@ -173,9 +187,6 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
             if part != "weight_zero_point" or tensor.any():  # older files of symmetric weights
                 yield file, name, tensor
             continue
-        if ".experts." in name:
-            raise ValueError(f"{file}: {name}: quantised experts are not supported, use the "
-                             "unquantised checkpoint")
         group = waiting.setdefault(module, {})
         if part in group:
             raise ValueError(f"{file}: the tensor {name} comes twice")

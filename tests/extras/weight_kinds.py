@@ -29,7 +29,7 @@ KINDS = [pytest.param(TorchWeight, id="TorchWeight"),
 # Kernels, and the checkpoint that an engine runs with them.
 ENGINES = [(kernels, name) for kernels in ("torch", "cpu")
            if kernels != "cpu" or shutil.which("g++")
-           for name in ("qwen3", "qwen3-tied", "llama-bias")]
+           for name in ("qwen3", "qwen3-tied", "llama-bias", "qwen3-moe-odd")]
 ENGINES.append(pytest.param("triton", "tiny", marks=needs_interpreter))
 
 

@@ -55,7 +55,8 @@ def test_the_text_is_that_of_the_rounded_weights(name, kernels, quantization, ch
     with LLM(checkpoints[name], **SMALL, kernels=kernels, quantization=quantization) as llm:
         assert greedy(llm, 16) == expected
         kinds = {(type(one.packed).__name__, one.packed.size) for layer in llm.runner.model.layers
-                 for one in layer.modules() if isinstance(one, Linear)}
+                 for path, one in layer.named_modules()
+                 if isinstance(one, Linear) and path != "mlp.gate"}  # routers stay wide
         assert kinds == {(KINDS[kernels], 32 if quantization == "int4" else 0)}
     said = capfd.readouterr().err
     assert f"float32, quantization='{quantization}'" in said
@@ -87,9 +88,10 @@ def test_an_lm_head_that_is_the_embedding_is_there_once(checkpoints, kernels):
 
 @either
 def test_ranks_round_their_own_shares(quantization, checkpoints, rounded, ranks_in_threads):
-    expected = text_of(rounded("qwen3-tied", quantization, shares=2))
-    assert expected == text_of(
-        checkpoints["qwen3-tied"], quantization=quantization, tensor_parallel_size=2)
+    for name in ("qwen3-tied", "qwen3-moe"):
+        expected = text_of(rounded(name, quantization, shares=2))
+        assert expected == text_of(
+            checkpoints[name], quantization=quantization, tensor_parallel_size=2)
 
 
 def test_a_quantised_checkpoint_is_dequantised_and_rounded(checkpoints, tmp_path):
@@ -141,9 +143,28 @@ def test_a_pooling_model_keeps_its_embedding(quantization, near, checkpoints):
 
 
 @either
-def test_experts_are_refused(checkpoints, quantization):
-    with pytest.raises(ValueError, match=f"quantization='{quantization}'.*Mixtral.*experts"):
-        LLM(checkpoints["mixtral"], **SMALL, quantization=quantization)
+def test_what_experts_can_not_do_is_refused(checkpoints, quantization):
+    """On a GPU the loop over experts would wait in each layer."""
+    with pytest.raises(ValueError, match="expert_parallel=True with quantization="):
+        LLM(checkpoints["mixtral"], **SMALL, quantization=quantization, expert_parallel=True,
+            tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="of experts runs on a CPU alone"):
+        LLM(checkpoints["mixtral"], **SMALL, quantization=quantization, kernels="triton")
+
+
+@either
+def test_a_row_of_experts_has_the_same_bits_alone_and_in_a_crowd(checkpoints, quantization):
+    """Chosen experts get other rows with each company."""
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
+    prompts = [[i, 7, 30 + i] * (1 + i) for i in range(6)]
+    with LLM(checkpoints["qwen3-moe"], **SMALL | dict(num_gpu_blocks_override=64),
+             quantization=quantization) as llm:
+        def told(some):
+            return [(one.token_ids, [step[token].logprob for token, step in zip(
+                one.token_ids, one.logprobs, strict=True)]) for one in (
+                    output.outputs[0] for output in llm.generate(some, params, use_tqdm=False))]
+
+        assert told(prompts) == [told([prompt])[0] for prompt in prompts]
 
 
 def test_the_bundled_model_hardly_notices():
