@@ -282,6 +282,7 @@ class Function(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+    description: Any = None  # templates write entries in this order, as models have learnt it
     parameters: dict[str, Any] | None = None  # a JSON schema of an object
 
 
