@@ -224,7 +224,10 @@ class Server:
             yield error_body(str(error), 500)
 
     async def pool(self, body: pooling.PoolingBody) -> Awaitable[dict]:
-        """What a pooling model makes of it."""
+        """What a pooling model makes of it. Raises `ValueError`."""
+        if getattr(body, "messages", None):
+            prompt = await self.engine.tokenize(self._render, body)
+            body.input = prompt["prompt_token_ids"]
         job = pooling.Job(self.engine, self.served_name(body), self.chat_template,
                           self.lora_requests.get(body.model))
         return await dict(pooling.ENDPOINTS.values())[type(body)](job, body)

@@ -35,10 +35,18 @@ from nanoserve.frontend.facts import Fact
 from nanoserve_extras.pooling.pooling import PoolingParams
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError
 from nanoserve_extras.server.errors import BadRequest
-from nanoserve_extras.server.protocol import Body, Cut, Prompts, as_prompts
+from nanoserve_extras.server.protocol import (
+    Body,
+    Conversation,
+    Cut,
+    Messages,
+    Prompts,
+    as_prompts,
+)
 
 Work = Coroutine[Any, Any, Any]
 Show = Callable[[list, dict], Any]  # vectors and usage to the answer
+DOCUMENTS = "document", "passage", "corpus"  # one thing, in sentence-transformers' order
 # A text, or Cohere's {"text": ...}.
 Text = Annotated[str, BeforeValidator(
     lambda one: one["text"] if isinstance(one, dict) and "text" in one else one)]
@@ -61,16 +69,29 @@ class PoolingBody(Body):
         return self
 
 
-class InputBody(PoolingBody):
-    """`POST /classify`. Input is a text or token ids, or a list of either."""
+class InputBody(PoolingBody, Conversation):
+    """`POST /classify`. Input is a text or token ids, or a list of either; or a conversation."""
 
     prompts_in = ("input",)
-    input: Prompts
+    input: Prompts | None = None
+    messages: Messages | None = None
+
+    @model_validator(mode="after")
+    def check_one_is_given(self) -> "InputBody":
+        if (self.input is None) == (self.messages is None):
+            raise BadRequest("give one of input and messages", "input")
+        if self.messages is None and (self.tools or self.chat_template_kwargs):
+            raise BadRequest("tools and chat_template_kwargs go with messages", "messages")
+        self.add_generation_prompt = bool(self.add_generation_prompt)  # nothing is generated
+        return self
 
 
 class EmbeddingBody(InputBody):
     """`POST /v1/embeddings`."""
 
+    use_activation: bool | None = Field(
+        None, validation_alias=AliasChoices("use_activation", "normalize"))
+    input_type: str | None = None  # which of the model's own prompts stands in front
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
@@ -141,14 +162,22 @@ class Job:
     chat_template: str | None = None
     lora_request: Any = None
 
-    async def run(self, prompts: list, task: str | None, body: PoolingBody, show: Show,
-                  prompt_name: str | None = None) -> Work:
+    async def run(self, prompts: list, task: str | None, body: PoolingBody, show: Show) -> Work:
         """Raises `ValueError` if the model is a generator, or does not have this task."""
         if Fact.GENERATES in self.engine.llm.facts:
             raise ValueError("this server generates text (runner='generate'): start one with "
                              "--runner pooling")
+        # Cohere's kinds of input, and others', are the prompts that a model was trained with.
+        known = getattr(self.engine.llm.runner.pooler, "prompts", {})
+        kind = (getattr(body, "input_type", None) or "").removeprefix("search_")
+        if kind in DOCUMENTS:
+            kind = next((name for name in DOCUMENTS if name in known), kind)
+        if kind and known and kind not in known and isinstance(body, EmbeddingBody):
+            raise BadRequest(f"input_type={body.input_type!r:.80} is none of this model's prompts, "
+                             f"which are {', '.join(known)}", "input_type")
         params = PoolingParams(task=task, dimensions=getattr(body, "dimensions", None),
-                               use_activation=body.use_activation, prompt_name=prompt_name,
+                               use_activation=body.use_activation,
+                               prompt_name=kind if kind in known else None,
                                truncate_prompt_tokens=body.truncate_prompt_tokens,
                                truncation_side=body.truncation_side)
         name = uuid4().hex
@@ -201,10 +230,7 @@ async def embeddings(job: Job, body: EmbeddingBody) -> Work:
 
 
 async def embed(job: Job, body: EmbedBody) -> Work:
-    """Cohere's. Its kinds of input are the prompts that a model has been trained with."""
-    name = (body.input_type or "").removeprefix("search_")
-    known = getattr(job.engine.llm.runner.pooler, "prompts", {})
-
+    """Cohere's."""
     def show(vectors: list[torch.Tensor], usage: dict) -> dict:
         found = {kind: [encoded(vector, kind) for vector in vectors]
                  for kind in body.embedding_types or ["float"]}
@@ -213,7 +239,7 @@ async def embed(job: Job, body: EmbedBody) -> Work:
         return dict(id=uuid4().hex, response_type="embeddings_by_type", embeddings=found,
                     texts=body.texts, meta=meta)
 
-    return await job.run(body.texts, "embed", body, show, name if name in known else None)
+    return await job.run(body.texts, "embed", body, show)
 
 
 async def task(job: Job, body: TaskBody) -> Work:

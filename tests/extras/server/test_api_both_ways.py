@@ -36,7 +36,7 @@ def test_embeddings_begin_with_the_same_text_and_are_cut_alike(tmp_path, default
     vectors, in silence. So did scores of embeddings, and requests that are added one by one."""
     folder = make("bert", tmp_path / "bert", is_matryoshka=True)
     (folder / "config_sentence_transformers.json").write_text(json.dumps(dict(
-        prompts=dict(query="search: ", other="x: "), default_prompt_name=default)))
+        prompts=dict(query="search: ", passage="x: "), default_prompt_name=default)))
     with both(folder) as serving:
         llm = serving.llm
         for count in CUT[:1] if default is None else CUT:
@@ -63,6 +63,17 @@ def test_embeddings_begin_with_the_same_text_and_are_cut_alike(tmp_path, default
             _, answer = serving.ask("/score", dict(text_1=texts[0], text_2=texts,
                                                    truncate_prompt_tokens=count))
             assert [one["score"] for one in answer["data"]] == near(scores)
+        for kind, name in (("query", "query"), ("search_query", "query"), ("passage", "passage"),
+                           ("document", "passage"), ("search_document", "passage")):
+            [expected] = [near(out.outputs.embedding) for out in llm.embed(
+                TEXTS[:1], prompt_name=name, use_tqdm=False)]
+            _, answer = serving.ask("/v1/embeddings", dict(input=TEXTS[:1], input_type=kind))
+            assert answer["data"][0]["embedding"] == expected
+            _, answer = serving.ask("/v2/embed", dict(texts=TEXTS[:1], input_type=kind))
+            assert answer["embeddings"]["float"] == [expected]
+        status, answer = serving.ask("/v1/embeddings", dict(input="x", input_type="image"))
+        assert status == 400 and "which are query, passage" in answer["error"]["message"]
+        assert answer["error"]["param"] == "input_type"
         if default is not None:
             status, answer = serving.ask("/v1/embeddings", dict(input=[5, 6]))
             assert status == 400 and "needs texts" in answer["error"]["message"]

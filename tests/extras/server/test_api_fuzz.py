@@ -72,12 +72,16 @@ def objects(schema: dict, names: dict) -> st.SearchStrategy:
 @st.composite
 def bodies(draw, schema: dict, names: dict) -> dict:
     body = draw(objects(schema, names))
-    keep = draw(st.sets(st.sampled_from(sorted(body)), max_size=2)) | set(schema["required"])
+    needed = schema.get("required", ["input"])
+    keep = draw(st.sets(st.sampled_from(sorted(body) or needed), max_size=2)) | set(needed)
     # Most are left out, or nearly every body would be wrong somewhere.
     body = {name: value for name, value in body.items() if name in keep}
     body.pop("model", None)  # nearly all names are unknown, and nothing more would be seen
     if "messages" in body and draw(st.integers(0, 9)):  # others are mostly refused
         body["messages"] = [{"role": "user", "content": draw(TEXTS)}]
+    if "input" in schema["properties"] and ("input" in body) == ("messages" in body):
+        body.pop("messages", None)  # one of both
+        body.setdefault("input", draw(TEXTS))
     if "return_documents" in schema["properties"]:  # one of two names
         body.setdefault(draw(st.sampled_from(["documents", "texts"])), draw(
             st.lists(TEXTS, min_size=1, max_size=4)))

@@ -12,6 +12,9 @@ from serving import Serving
 
 from nanoserve import LLM
 
+CHAT = [dict(role="user", content="Where is the king?"), dict(role="assistant", content="In bed.")]
+TOOL = dict(type="function", function=dict(name="look", description="Look.", parameters=dict(
+    type="object", properties={})))
 TEXTS = ["Once upon a time", "The king", "a b c d e f g h i j"]
 
 
@@ -132,7 +135,11 @@ def test_coheres_embeddings(server):
     ("/v1/embeddings", dict(input=[9999]), "outside the vocabulary"),
     ("/v1/embeddings", dict(input="x", dimensions=3), "dimensions"),
     ("/v1/embeddings", dict(input="x", encoding_format="int8"), "encoding_format"),
-    ("/v1/embeddings", dict(input="x", normalize=False), "use_activation"),
+    ("/v1/embeddings", dict(input="x", softmax=False), "use_activation"),
+    ("/v1/embeddings", dict(), "one of input and messages"),
+    ("/v1/embeddings", dict(input="x", messages=CHAT), "one of input and messages"),
+    ("/v1/embeddings", dict(input="x", tools=[TOOL]), "go with messages"),
+    ("/v1/embeddings", dict(messages=[{}]), "role"),
     ("/v1/embeddings", dict(input="x", endianness="big"), "lowest byte first"),
     ("/v1/embeddings", dict(input="x", truncate_prompt_tokens=99999), "truncate"),
     ("/v1/embeddings", dict(input="x " * 5000), "shorten"),
@@ -176,8 +183,21 @@ def test_a_pooling_models_own_task_is_the_default(server):
     [expected] = server.llm.encode(TEXTS[0], pooling_task="token_embed", use_tqdm=False)
     _, answer = server.ask("/pooling", dict(input=TEXTS[0], task="token_embed"))
     torch.testing.assert_close(torch.tensor(answer["data"][0]["data"]), expected.outputs.data)
-    _, answer = server.ask("/v1/embeddings", dict(input=TEXTS[0], use_activation=False))
-    assert torch.tensor(answer["data"][0]["embedding"]).norm() != pytest.approx(1)
+    raw, same = (server.ask("/v1/embeddings", dict(input=TEXTS[0], input_type="query") | more)[1]
+                 for more in (dict(use_activation=False), dict(normalize=False)))
+    assert torch.tensor(raw["data"][0]["embedding"]).norm() != pytest.approx(1)
+    assert same["data"] == raw["data"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_a_conversation_is_embedded_as_its_template_writes_it(server, path):
+    for more in (dict(), dict(add_generation_prompt=True), dict(tools=[TOOL])):
+        ids = server.llm.tokenizer.apply_chat_template(
+            CHAT, return_dict=False, **dict(add_generation_prompt=False) | more)
+        _, answer = server.ask(path, dict(messages=CHAT) | more)
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        [vector] = (one.get("embedding", one.get("data")) for one in answer["data"])
+        assert [vector] == near(embedded(server, [ids]))
 
 
 def test_a_classifier_names_its_classes(checkpoints):
