@@ -4,6 +4,8 @@ The model says what it is told to: its embedding is the identity, its layers add
 head gives each token one successor. So the right answers are written by hand.
 """
 
+import json
+
 import pytest
 import torch
 from chat_templates import TEMPLATES
@@ -172,3 +174,19 @@ def test_a_budget_ends_a_thought_in_each_language(server):
                                "thinking_token_budget")):
         status, answer = server.ask(path, more)
         assert (status, answer["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "gpt-oss"])
+def test_a_call_that_is_required_comes_behind_a_budgets_tokens(name):
+    """A model that would never end its thought, by another template than the tokenizer's own."""
+    pytest.importorskip("llguidance")
+    schema = dict(type="object", required=["n"], properties=dict(n=dict(enum=[7])))
+    tool = dict(type="function", function=dict(name="f", parameters=schema))
+    with Serving(LLM(dtype="float32", max_model_len=1024, num_gpu_blocks_override=128),
+                 chat_template=TEMPLATES[name]) as server:
+        _, answer = server.ask(CHATS, dict(
+            messages=CHAT, tools=[tool], tool_choice="required", parallel_tool_calls=False,
+            temperature=0, max_tokens=200, thinking_token_budget=6))
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == dict(n=7)
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
