@@ -207,6 +207,9 @@ class HiddenGuesser(Guesser):
         folder = find_model(name)
         asked["model"] = str(folder)
         entries = read_json(folder / "config.json", required=True)
+        if "speculators_config" in entries:
+            raise ValueError(f"model={name!r} is a head in the format of speculators, which is not "
+                             f"read: take it in EAGLE-3's own, one of {', '.join(HEADS)}")
         if not set(HEADS).intersection(entries.get("architectures") or ()):
             raise ValueError(f"model={name!r} is no EAGLE-3 head, by its architectures "
                              f"{entries.get('architectures')}: choose one of {', '.join(HEADS)}")

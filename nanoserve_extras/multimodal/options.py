@@ -20,7 +20,8 @@ class MultimodalOptions(Options):
     the folder's files say. encoder_cache_tokens: the size of the cache of what the tower made."""
 
     limit_mm_per_prompt: dict | None = option(None, Rule(
-        "a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have",
+        "a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have "
+        "(no 'video': its frames are images)",
         keep_limits))
     mm_processor_kwargs: dict | None = option(None, Rule(
         "a dict of arguments that the checkpoint's processor takes",

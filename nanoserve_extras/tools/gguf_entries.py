@@ -76,6 +76,9 @@ def check_names(entries: dict) -> list[str]:
 
     Raises `ValueError` for a file that is not a whole text model, and for an entry of the tokenizer
     that is not known."""
+    if entries.get("general.architecture") == "clip":
+        raise ValueError("it is the tower for images (mmproj) of a model: convert the model's own "
+                         "file, which writes text; images need the checkpoint in safetensors")
     if entries.get("general.type", "model") != "model" or entries.get("split.count", 1) > 1:
         raise ValueError(f"general.type={entries.get('general.type')!r}, split.count="
                          f"{entries.get('split.count')!r}: convert the file of a whole text model; "

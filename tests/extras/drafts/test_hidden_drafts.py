@@ -353,6 +353,7 @@ def test_two_ranks_find_the_states_by_their_slots(checkpoints, references, tmp_p
     (dict(norm_before_fc=True), "norm_before_fc=True"),
     (dict(num_hidden_layers=2), "num_hidden_layers=2"),
     (dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 3])), "layer 3 of 3"),
+    (dict(speculators_config={}, architectures=["Eagle3Speculator"]), "format of speculators"),
     (dict(architectures=["LlamaForCausalLM"]), "EAGLE-3.*architectures")])
 def test_a_head_that_does_not_belong_here_is_refused(checkpoints, tmp_path, entries, words):
     with pytest.raises(ValueError, match=f"speculative_config: .*{words}"):

@@ -268,7 +268,7 @@ def test_who_does_not_see_is_refused_in_words(folders, checkpoints):
             (folders["llava"], dict(model_impl="nanoserve"), "towers are transformers'"),
             (folders["llava"], dict(kv_store="/nowhere"), "kv_store='/nowhere'"),
             (folders["llava"], dict(runner="pooling"), "pooling"),
-            (folders["llava"], dict(limit_mm_per_prompt={"video": 1}), "the most of a kind"),
+            (folders["llava"], dict(limit_mm_per_prompt={"video": 1}), "no 'video'"),
             (folders["llava"], dict(limit_mm_per_prompt={"image": 0}, encoder_cache_tokens=9),
              "encoder_cache_tokens.*limit_mm_per_prompt")):
         with pytest.raises(ValueError, match=says):

@@ -220,6 +220,7 @@ REFUSED = {
                    "NemotronForCausalLM is not supported"),
     "tokens": ("llama", "llama", {"tokenizer.ggml.new": 3}, "tokenizer.ggml.new=3 is not known"),
     "a part": ("llama", "llama", {"general.type": "mmproj"}, "general.type='mmproj'"),
+    "a tower": ("llama", "llama", {"general.architecture": "clip"}, "mmproj.*the model's own file"),
     "factors": ("llama", "llama", {}, r"rope_freqs.weight: no recipe makes \[1.0, 3.0")}
 
 
