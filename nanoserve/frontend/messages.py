@@ -127,11 +127,12 @@ def _with(message: dict, change: Callable[[dict], dict], **changed) -> dict:
 
 
 def _alternating(chat: list[dict]) -> list[dict]:
-    """Neighbours of the same role are one message. Results stay apart."""
+    """Neighbours of the same role are one message. Results stay apart, and so do calls: what stood
+    in a message of its own does not only decorate one."""
     found: list[dict] = []
     for one in chat:
         last = found[-1] if found else {}
-        if one["role"] != "tool" and one["role"] == last.get("role") and "tool_calls" not in last:
+        if last.get("role") == one["role"] != "tool" and "tool_calls" not in last | one:
             found[-1] = last | one | {"content": last["content"] + one["content"]}
         else:
             found.append(one)

@@ -248,6 +248,16 @@ def test_a_text_beside_a_call_goes_with_a_warning_if_the_template_wants_it():
             '<user>Hi{"name": "weather", "parameters": {}}<ipython>"12"')
 
 
+def test_a_text_in_front_of_a_call_does_not_belong_to_it():
+    """Joined with the call, because turns must alternate, it was dropped as if it decorated it."""
+    alone = ("{% for m in messages %}{% if not loop.first and m.role == messages[loop.index0 - 1]"
+             ".role %}{{ raise_exception('alternate') }}{% endif %}{% if m.tool_calls %}"
+             "{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    with pytest.raises(ValueError, match="refuses this conversation: alternate"):
+        rendered(alone, [dict(role="user", content="Hi"), dict(role="assistant", content="Mind!"),
+                         dict(role="assistant", content="", tool_calls=[call("{}")])])
+
+
 THINKS = (  # gpt-oss: a thought or a text, and the first call alone
     "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.reasoning_content %}"
     "{{ raise_exception('one of both') }}{% endif %}<{{ m.reasoning_content }}{{ m.content }}>"
