@@ -180,7 +180,7 @@ CHECKPOINTS: dict[str, str] = {
     "answerdotai/ModernBERT-base": "modernbert",
     "sentence-transformers/all-mpnet-base-v2": "mpnet"}
 # What is not the network's.
-NOTES = {"openai/gpt-oss-20b": "; its own files are MXFP4, which is refused: take another copy"}
+NOTES = {"openai/gpt-oss-20b": "; its own files (MXFP4) become bfloat16"}
 
 
 def make(name: str, folder: Path) -> Path:

@@ -10,6 +10,7 @@ et al. 2022.) The formats differ in how they store q, s and z, under which names
                         pack-quantized  weight_packed           packed along the outputs   per group
                         nvfp4-, mxfp4-  weight_packed, e2m1              per 16 (and one of all), 32
     modelopt                            weight, e4m3 or e2m1                      one; as with nvfp4
+    mxfp4               gpt-oss's       ..._blocks, e2m1                          ..._scales, per 32
     gptq                                qweight, transposed     qzeros, stored minus 1     per group
     awq                                 qweight, transposed     qzeros, both in its own order
 
@@ -174,6 +175,9 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
     `Quantised`. Raises `ValueError` naming file and tensor.
     """
     form = read_format(entry)
+    if form.read is experts_of:
+        yield from assemble_experts(tensors, form)
+        return
     waiting: dict[str, Parts] = {}
     for file, name, tensor in tensors:
         module, _, part = name.rpartition(".")
@@ -201,11 +205,30 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
         yield file, f"{module}.weight", make_weight(file, module, group, form, keep)
 
 
+def assemble_experts(tensors: Tensors, form: Format) -> Tensors:
+    """gpt-oss's own files: two tensors become the matrices of all experts of a layer."""
+    waiting: dict[str, Parts] = {}
+    for file, name, tensor in tensors:
+        module, _, part = name.rpartition("_")
+        if part not in form.parts:
+            yield file, name, tensor
+            continue
+        group = waiting.setdefault(module, {})
+        group[part] = tensor
+        if len(group) == len(form.parts):
+            yield file, module, make_weight(file, module, waiting.pop(module), form, keep=False)
+    if waiting:
+        raise ValueError(f"{next(iter(waiting))} is quantised, but only one of {form.parts} came; "
+                         f"{len(waiting)} such in all")
+
+
 def make_weight(file: Path, module: str, parts: Parts, form: Format,
                 keep: bool) -> torch.Tensor | Quantised:
     """A matrix of its parts. Raises `ValueError` naming the module."""
     try:
         numbers = form.read(parts)
+        if form.read is experts_of:
+            return numbers
         return kept(numbers) if keep and form.bits == 4 else dense(numbers)
     except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in parts.items())
@@ -222,10 +245,8 @@ def read_format(entry: dict) -> Format:
     if method != "modelopt" and entry.get("kv_cache_scheme") is not None:
         refuse("kv_cache_scheme", entry["kv_cache_scheme"], "the KV cache is not quantised here")
     readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
-               "awq": read_awq, "modelopt": read_modelopt}
-    if method == "mxfp4":
-        refuse("quant_method", method, "have transformers write it in bfloat16 "
-               "(from_pretrained with Mxfp4Config(dequantize=True), then save_pretrained)")
+               "awq": read_awq, "modelopt": read_modelopt,
+               "mxfp4": lambda entry: Format(("blocks", "scales"), experts_of)}
     if method == "auto-round":  # it writes GPTQ's tensors, or AWQ's
         allow(entry, "data_type", ("int",), "int")
         allow(entry, "act_bits", (16, None))
@@ -469,6 +490,17 @@ def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch
         return each.reshape(counts).repeat_interleave(height, 0)[:rows]
 
     return None if zeros is None else for_rows(zeros), for_rows(scales.float()), groups
+
+
+def experts_of(p: Parts) -> torch.Tensor:
+    """blocks (experts, outputs, inputs / 32, 16) and scales (experts, outputs, inputs / 32) to
+    (experts, inputs, outputs), transposed as the network has them. bfloat16 holds them exactly."""
+    count, outputs, groups, size = p["blocks"].shape
+    out = torch.empty(count, groups * 2 * size, outputs, dtype=torch.bfloat16)
+    for one, block, exponents in zip(out, p["blocks"], p["scales"], strict=True):
+        one.copy_(dense(Numbers(e2m1(block.flatten(1)), None, powers(exponents) / 2,
+                                (1, 2 * size))).T)
+    return out
 
 
 def e2m1(packed: torch.Tensor) -> torch.Tensor:

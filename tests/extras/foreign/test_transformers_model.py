@@ -290,7 +290,7 @@ def test_several_ranks_are_refused_in_words(made):
     (dict(max_position_embeddings=None), None),
     (dict(num_attention_heads="x"), "config.json"),
     (dict(quantization={"bits": 4}), "MLX"),
-    (dict(quantization_config={"quant_method": "mxfp4"}), "quant_method='mxfp4'"),
+    (dict(quantization_config={"quant_method": "hqq"}), "quant_method='hqq'"),
 ], ids=str)
 def test_a_config_that_can_not_be_served_is_explained(tmp_path, change, words):
     folder = make(ARCHITECTURES["opt"](), tmp_path / "opt")

@@ -5,17 +5,20 @@ here by definition (packing.py), or on the dense matrices that a quantised file 
 """
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
 import torch
 import wrappings
-from architectures import Made, make
+from architectures import ARCHITECTURES, Made, make
 from checkpoints import Reference
 from hybrids import HYBRIDS
 from packing import FORMATS, by_definition, groups_by_definition, write
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations import mxfp4
 from transformers.pytorch_utils import Conv1D
 from weight_kinds import needs_compiler
 
@@ -98,6 +101,38 @@ def test_the_text_of_a_quantised_file_is_that_of_what_it_means(made, tmp_path, f
             model.lm_head.weight.copy_(by_definition(model.lm_head.weight))
         model.save_pretrained(dense)
     assert texts(quantized, quantization=quantization, kernels=kernels) == reference(dense)
+
+
+def test_gpt_oss_own_files_are_read(tmp_path):
+    """Its experts in 4-bit floats, with a power of 2 for 32 inputs. The oracle is transformers' own
+    converter of these tensors, which makes them bfloat16."""
+    folder, dense = tmp_path / "mxfp4", tmp_path / "dense"
+    config = ARCHITECTURES["gpt-oss"]()
+    config.intermediate_size = 64
+    source = make(config, tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    stored, generator = model.state_dict(), torch.Generator().manual_seed(0)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored[name].shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator)
+        scales = torch.randint(122, 126, (experts, outputs, inputs // 32), generator=generator)
+        blocks, scales = blocks.byte(), scales.byte()
+        stored[name].copy_(mxfp4.convert_moe_packed_tensors(blocks, scales))
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    model.save_pretrained(dense)
+    for copy in (source, dense):
+        shutil.copytree(copy, folder, dirs_exist_ok=True)
+    save_file({name: tensor.clone() for name, tensor in stored.items() if not name.endswith(
+        ("gate_up_proj", "down_proj"))}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(quantization_config=dict(
+        quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"]))))
+    assert texts(folder) == reference(dense) != reference(source)
+    stored = load_file(folder / "model.safetensors")
+    del stored["model.layers.0.mlp.experts.down_proj_scales"]
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="down_proj is quantised, but only one"):
+        texts(folder)
 
 
 @pytest.mark.parametrize("name", ["llava", "glm4v"])
