@@ -19,7 +19,7 @@ def test_mlx_checkpoints_are_refused_as_that():
 
 
 def test_how_weights_are_stored_is_kept_as_it_stands():
-    """What it means is quantization/quantization.py's business."""
+    """What it means is quantization/formats.py's business."""
     entry = dict(quant_method="of the future", bits=1)
     assert ModelConfig.from_dict(QWEN3 | dict(quantization_config=entry)).quantization == entry
     for plain in ({}, dict(bits=4), dict(quant_method=None, modules_to_not_convert=["lm_head"])):

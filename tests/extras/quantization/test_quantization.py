@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoserve import LLM
 from nanoserve_extras.drafts.speculative import Speculation
-from nanoserve_extras.quantization.quantization import assemble, read_format
+from nanoserve_extras.quantization.formats import assemble, read_format
 
 
 def read(one: Packed, **others: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from packing import (
 from safetensors.torch import save_file
 
 from nanoserve import LLM
-from nanoserve_extras.quantization.quantization import assemble, read_format
+from nanoserve_extras.quantization.formats import assemble, read_format
 
 
 def read(one: Packed, **entry) -> torch.Tensor:

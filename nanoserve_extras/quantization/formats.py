@@ -1,0 +1,434 @@
+"""Quantised checkpoints: small integers and 8-bit floats in the files, weights for the engine.
+
+A weight of 4 or 8 bits is a whole number q, and a group of neighbours shares a scale s and perhaps
+a zero point z: w = (q - z) * s. (GPTQ, Frantar et al. 2022; AWQ, Lin et al. 2023; FP8, Micikevicius
+et al. 2022.) The formats differ in how they store q, s and z, under which names:
+
+    quant_method                        q                                 z                   s
+    fp8                                 weight, e4m3                                    per block
+    compressed-tensors  float-, int-    weight, e4m3 or int8    as it is     per row, group, block
+                        pack-quantized  weight_packed           packed along the outputs   per group
+                        nvfp4-, mxfp4-  weight_packed, e2m1              per 16 (and one of all), 32
+    modelopt                            weight, e4m3 or e2m1                      one; as with nvfp4
+    mxfp4               gpt-oss's       ..._blocks, e2m1                          ..._scales, per 32
+    gptq                                qweight, transposed     qzeros, stored minus 1     per group
+    awq                                 qweight, transposed     qzeros, both in its own order
+
+`assemble` stands between the files and the loader. It gathers the tensors of one matrix, hands on
+one weight in float32 and forgets the rest. `quantization="dequantize"` is this file alone, and
+saves no memory. `"int8"` rounds what comes out of here once more (quantized_linear.py). For
+`"int4"` 4 bits in groups are handed on as they are.
+
+Invariant: what would change the text and is not computed here is refused by name, and so is a
+matrix of which a part is missing. `ignore` and `targets`, patterns for modules' names, are not
+read: the names of the tensors say the same. There are no products of 8-bit floats, which many of
+the GPUs that have them refuse, or do wrong in a graph.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nanoserve_extras.quantization.quantized_linear import Quantised
+
+Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names
+Tensors = Iterator[tuple[Path, str, torch.Tensor]]
+WORD = 32  # bits of the integers into which small numbers are packed
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column AWQ_ORDER[i]
+STORED = (torch.float8_e4m3fn, torch.int8, torch.uint8)  # a `weight` of another dtype is plain
+BY_MODULE = ("bits", "group_size", "sym")  # some formats let these differ by matrix
+# Scales of activations, passed over where they are those of floats (`Format.passed_over`).
+ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "input_global_scale")
+CACHED = ("k_scale", "v_scale")
+OTHER_SCALES = (*ACTIVATIONS, *CACHED, "output_scale")
+# Twice the numbers of four bits that are a sign, two bits of exponent and one behind the point.
+E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
+E2M1_PAIRS = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)],
+                          dtype=torch.int8)  # the first in the low half
+
+
+class Numbers(NamedTuple):
+    """What a matrix' tensors say: weight = (values - zeros) * scales. zeros and scales: one for
+    each block of so many outputs and inputs, of which the last ones may be cut off."""
+
+    values: torch.Tensor  # (outputs, inputs)
+    zeros: torch.Tensor | None
+    scales: torch.Tensor
+    block: tuple[int, int] | None
+    groups: torch.Tensor | None = None  # in place of a block, the group of each input
+
+
+class Format(NamedTuple):
+    """Which tensors make a matrix, and how. optional: a part that some files do without.
+    passed_over: scales beside it, by which activations, or keys and values, are rounded elsewhere.
+    """
+
+    parts: tuple[str, ...]
+    read: Callable[[Parts], Numbers]
+    bits: int = 8
+    is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
+    optional: str = ""
+    passed_over: tuple[str, ...] = ()
+
+
+def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
+    """The tensors of a checkpoint, each group of parts become one weight (outputs, inputs).
+
+    entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups becomes a
+    `Quantised`. Raises `ValueError` naming file and tensor.
+    """
+    form = read_format(entry)
+    if form.read is experts_of:
+        yield from assemble_experts(tensors, form)
+        return
+    waiting: dict[str, Parts] = {}
+    for file, name, tensor in tensors:
+        module, _, part = name.rpartition(".")
+        part = "weight_scale" if part == "weight_scale_inv" else part  # it is multiplied with, too
+        if part in form.passed_over:
+            continue
+        if part in OTHER_SCALES:
+            raise ValueError(f"{file}: {name} is a scale of activations or of a KV cache, which "
+                             "are not rounded here: use a checkpoint whose weights alone are")
+        if part not in form.parts or (part == "weight" and tensor.dtype not in STORED):
+            if part != "weight_zero_point" or tensor.any():  # older files of symmetric weights
+                yield file, name, tensor
+            continue
+        group = waiting.setdefault(module, {})
+        if part in group:
+            raise ValueError(f"{file}: the tensor {name} comes twice")
+        group[part] = tensor
+        if len(group) == len(form.parts):
+            del waiting[module]
+            yield file, f"{module}.weight", make_weight(file, module, group, form, keep)
+    for module, group in waiting.items():
+        if {*form.parts} - {*group, form.optional}:
+            raise ValueError(f"{module} is quantised, but has only {', '.join(sorted(group))} of "
+                             f"{', '.join(form.parts)}; {len(waiting)} such in all")
+        yield file, f"{module}.weight", make_weight(file, module, group, form, keep)
+
+
+def assemble_experts(tensors: Tensors, form: Format) -> Tensors:
+    """gpt-oss's own files: two tensors become the matrices of all experts of a layer."""
+    waiting: dict[str, Parts] = {}
+    for file, name, tensor in tensors:
+        module, _, part = name.rpartition("_")
+        if part not in form.parts:
+            yield file, name, tensor
+            continue
+        group = waiting.setdefault(module, {})
+        group[part] = tensor
+        if len(group) == len(form.parts):
+            yield file, module, make_weight(file, module, waiting.pop(module), form, keep=False)
+    if waiting:
+        raise ValueError(f"{next(iter(waiting))} is quantised, but only one of {form.parts} came; "
+                         f"{len(waiting)} such in all")
+
+
+def make_weight(file: Path, module: str, parts: Parts, form: Format,
+                keep: bool) -> torch.Tensor | Quantised:
+    """A matrix of its parts. Raises `ValueError` naming the module."""
+    try:
+        numbers = form.read(parts)
+        if form.read is experts_of:
+            return numbers
+        return kept(numbers) if keep and form.bits == 4 else dense(numbers)
+    except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
+        shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in parts.items())
+        raise ValueError(f"{file}: the tensors of {module} don't fit together, or not with "
+                         f"config.json ({shapes}): {error}") from None
+
+
+# ------------------------------------------------------------------ the formats
+
+
+def read_format(entry: dict) -> Format:
+    """What a `quantization_config` says. Raises `ValueError` for what is not supported."""
+    method = entry.get("quant_method")
+    if method != "modelopt" and entry.get("kv_cache_scheme") is not None:
+        refuse("kv_cache_scheme", entry["kv_cache_scheme"], "the KV cache is not quantised here")
+    readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
+               "awq": read_awq, "modelopt": read_modelopt,
+               "mxfp4": lambda entry: Format(("blocks", "scales"), experts_of)}
+    if method == "auto-round":  # it writes GPTQ's tensors, or AWQ's
+        allow(entry, "data_type", ("int",), "int")
+        allow(entry, "act_bits", (16, None))
+        method = allow(entry, "packing_format", (
+            "auto_round:auto_gptq", "auto_round:auto_awq")).rpartition("_")[2]
+    if not isinstance(method, str) or method not in readers:
+        refuse("quant_method", method, f"choose one of {', '.join(readers)}, auto-round")
+    for name, value in entry.items():  # GPTQModel's dynamic, AutoRound's extra_config
+        for one in value.values() if isinstance(value, dict) else ():
+            if isinstance(one, dict) and one.get("bits") != 16 and any(  # 16: it is left plain
+                    one.get(key, entry.get(key)) != entry.get(key) for key in BY_MODULE):
+                refuse(name, value, "all quantised matrices must have the same settings")
+    return readers[method](entry)
+
+
+def refuse(name: str, value: Any, remedy: str) -> None:
+    raise ValueError(f"config.json: quantization_config with {name}={value!r:.80} is not "
+                     f"supported: {remedy}, or use the unquantised checkpoint")
+
+
+def allow(entry: dict, name: str, values: tuple, default: Any = None) -> Any:
+    """The entry `name`, which must be one of `values`."""
+    value = entry.get(name, default)
+    if value not in values:
+        refuse(name, value, f"choose {' or '.join(map(str, values))}")
+    return value
+
+
+def blocks(name: str, value: Any, count: int) -> list[int]:
+    """A size, or `count` of them: of the blocks that share a scale."""
+    sizes = value if isinstance(value, (list, tuple)) else [value]
+    if len(sizes) != count or not all(type(size) is int and size > 0 for size in sizes):
+        what = "a whole number above 0" if count == 1 else f"{count} whole numbers above 0"
+        refuse(name, value, f"it must be {what}")
+    return list(sizes)
+
+
+def section(entry: dict, name: str) -> dict:
+    """The entry `name`, an object; empty where there is none."""
+    value = entry.get(name) or {}
+    if not isinstance(value, dict):
+        refuse(name, value, "it must be an object")
+    return value
+
+
+def read_fp8(entry: dict) -> Format:
+    """DeepSeek's and Qwen's FP8: a scale for each block of 128 x 128. Mistral's: one for all of a
+    matrix. Activations are rounded elsewhere, on the fly or by a fixed scale, and not here."""
+    scheme = allow(entry, "activation_scheme", ("dynamic", "static"), "dynamic")
+    allow(entry, "fmt", ("e4m3",), "e4m3")
+    block = entry.get("weight_block_size")
+    if block is not None:
+        block = blocks("weight_block_size", block, 2)
+    return Format(("weight", "weight_scale"), lambda p: Numbers(
+        p["weight"], None, p["weight_scale"], block or p["weight"].shape),
+                  passed_over=ACTIVATIONS if scheme == "static" else ())
+
+
+def read_compressed(entry: dict) -> Format:
+    """compressed-tensors: llm-compressor's. `config_groups` may be many, if they are alike."""
+    form = allow(entry, "format", ("float-quantized", "int-quantized", "pack-quantized",
+                                   "nvfp4-pack-quantized", "mxfp4-pack-quantized"))
+    is_nv = form == "nvfp4-pack-quantized"
+    is_e2m1 = is_nv or form == "mxfp4-pack-quantized"
+    for name in ("transform_config", "sparsity_config"):
+        if (asked := section(entry, name)) and asked.get("format") != "dense":
+            refuse(name, asked, "weights are neither rotated nor sparse here")
+    named = section(entry, "config_groups")
+    groups = [section(named, name) for name in named]
+    if not groups or any(group.get("weights") != groups[0].get("weights") for group in groups):
+        refuse("config_groups", entry.get("config_groups"), "there must be some, all with the "
+               "same weights")
+    fixed = False
+    for group in groups:
+        allow(group, "format", (form, None))
+        allow(group, "output_activations", (None, {}))
+        inputs = section(group, "input_activations")
+        if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") not in (
+                True, False, None, *["local"] * is_e2m1)):
+            refuse("input_activations", inputs, "activations are not rounded (W8A8), choose a "
+                   "checkpoint whose weights alone are quantised")
+        fixed |= bool(inputs) and inputs.get("dynamic") is not True  # "local" has one of all
+    passed_over = ACTIVATIONS if fixed else ()
+    weights = section(groups[0], "weights")
+    if is_e2m1:
+        for name, value in (("type", "float"), ("num_bits", 4), ("symmetric", True)):
+            allow(weights, name, (value,), value)
+        [size] = blocks("group_size", weights.get("group_size"), 1)
+        parts = ("weight_packed", "weight_scale", *["weight_global_scale"] * is_nv)
+        return Format(parts, lambda p: Numbers(
+            e2m1(p["weight_packed"]), None,
+            p["weight_scale"].float() / (2 * p["weight_global_scale"].float()) if is_nv
+            else powers(p["weight_scale"]) / 2, (1, size)), passed_over=passed_over)
+    block = partial_block(weights)
+    allow(weights, "dynamic", (False, None))
+    zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
+    if form != "pack-quantized":
+        kind = "float" if form == "float-quantized" else "int"
+        allow(weights, "type", (kind,), kind)
+        allow(weights, "num_bits", (8,))
+        return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
+            p["weight"], p.get("weight_zero_point"), p["weight_scale"], block(p["weight"].shape)),
+            passed_over=passed_over)
+    allow(weights, "type", ("int",), "int")
+    bits = allow(weights, "num_bits", (4, 8))
+    is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
+    order = ("weight_g_idx",) if is_ordered else ()
+
+    def read(p: Parts) -> Numbers:
+        """Stored with 2^(bits - 1) added, zero points, too, so that none is negative."""
+        rows, columns = p["weight_shape"].tolist()
+        values = split_words(p["weight_packed"], bits, 1)[:, :columns]
+        if tuple(values.shape) != (rows, columns):
+            raise ValueError(f"weight_shape says {(rows, columns)}")
+        zeros = torch.full_like(p["weight_scale"], 2 ** (bits - 1))
+        if "weight_zero_point" in p:
+            zeros = split_words(p["weight_zero_point"], bits, 0)[:rows]
+        groups = p.get("weight_g_idx")
+        if groups is not None and (groups < 0).any():  # -1: there is no order
+            groups = None
+        return Numbers(values, zeros, p["weight_scale"], block(values.shape), groups)
+
+    return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order), read, bits,
+                  is_ordered, passed_over=passed_over)
+
+
+def read_modelopt(entry: dict) -> Format:
+    """NVIDIA's Model Optimizer. 8-bit floats have one scale for the matrix, 4-bit ones a scale for
+    each group of inputs and one of all. The KV cache's are passed over."""
+    passed_over = (*ACTIVATIONS, *CACHED)
+    if allow(entry, "quant_algo", ("FP8", "NVFP4")) == "FP8":
+        return Format(("weight", "weight_scale"), lambda p: Numbers(
+            p["weight"], None, p["weight_scale"], p["weight"].shape), passed_over=passed_over)
+    size = group_size(entry) or 16
+    return Format(("weight", "weight_scale", "weight_scale_2"), lambda p: Numbers(
+        e2m1(p["weight"]), None, p["weight_scale"].float() * p["weight_scale_2"].float() / 2,
+        (1, size)), passed_over=passed_over)
+
+
+def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
+    """Of a matrix' shape, the rows and columns that share a scale."""
+    strategy = allow(weights, "strategy", ("tensor", "channel", "group", "block"))
+    if strategy == "tensor":
+        return tuple
+    if strategy == "channel":
+        return lambda shape: (1, shape[1])
+    if strategy == "group":
+        [size] = blocks("group_size", weights.get("group_size"), 1)
+        return lambda shape: (1, size)
+    rows, columns = blocks("block_structure", weights.get("block_structure"), 2)
+    return lambda shape: (rows, columns)
+
+
+def read_gptq(entry: dict) -> Format:
+    bits, size = allow(entry, "bits", (4, 8)), group_size(entry)
+    name = "checkpoint_format" if "checkpoint_format" in entry else "format"  # old and new
+    version = allow(entry, name, ("gptq", "gptq_v2"), "gptq")
+    allow(entry, "is_marlin_format", (False, None))
+    is_symmetric, is_ordered = (allow(entry, name, (True, False), False)
+                                for name in ("sym", "desc_act"))
+
+    def read(p: Parts) -> Numbers:
+        """Transposed: (inputs, outputs), zeros and scales (groups, outputs). In the first version
+        zero points are stored minus 1: in 4 bits a stored 15 is -1, and so the zero point is 0. Of
+        symmetric weights it is in the middle, whatever is stored, by some minus 1."""
+        if is_ordered and "g_idx" not in p:
+            refuse("desc_act", True, "there is no g_idx, which says the order")
+        values, zeros = split_words(p["qweight"], bits, 0).T, split_words(p["qzeros"], bits, 1)
+        zeros = ((zeros + (version == "gptq")) % 2 ** bits)[:, :len(values)].T
+        if is_symmetric:
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
+        return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]), p.get("g_idx"))
+
+    return Format(("qweight", "qzeros", "scales", "g_idx"), read, bits, is_ordered, "g_idx")
+
+
+def read_awq(entry: dict) -> Format:
+    allow(entry, "bits" if "bits" in entry else "w_bit", (4,))
+    name = "version" if "version" in entry else "format"  # old and new
+    allow({name: str(entry.get(name, "gemm")).lower()}, name, ("gemm",))
+    size, has_zeros = group_size(entry), allow(entry, "zero_point", (True, False), True)
+
+    def read(p: Parts) -> Numbers:
+        """Transposed as well, with both packed along the outputs in an order of their own."""
+        place = torch.tensor(AWQ_ORDER).argsort()
+        values, zeros = (split_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
+                         for name in ("qweight", "qzeros"))
+        if not has_zeros and (zeros != 8).any():
+            refuse("zero_point", False, "zero points other than 8 are stored")
+        return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]))
+
+    return Format(("qweight", "qzeros", "scales"), read, 4)
+
+
+def group_size(entry: dict) -> int | None:
+    """The inputs that share a scale; None for all of them."""
+    size = entry.get("group_size", entry.get("q_group_size"))
+    return None if size in (None, -1) else blocks("group_size", size, 1)[0]
+
+
+# ------------------------------------------------------------------- arithmetic
+
+
+def dense(numbers: Numbers) -> torch.Tensor:
+    """(outputs, inputs), in float32"""
+    weight, (zeros, scales, groups) = numbers.values.float(), by_group(numbers)
+    if zeros is not None:
+        weight -= zeros.float()[:, groups]
+    return weight.mul_(scales[:, groups])
+
+
+def kept(numbers: Numbers) -> Quantised | torch.Tensor:
+    """4 bits as they are. Dense, where the inputs of a group are no neighbours."""
+    zeros, scales, groups = by_group(numbers)
+    size = int((groups == 0).sum())
+    if not size or not torch.equal(groups, torch.arange(len(groups)) // size):
+        return dense(numbers)
+    return Quantised(numbers.values.to(torch.uint8), zeros.to(torch.uint8), scales, size)
+
+
+def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Zeros and scales, (outputs, groups of inputs), and the group of each input. "Act-order" deals
+    the inputs out by importance."""
+    values, zeros, scales, block, groups = numbers
+    if not scales.is_floating_point():  # but the exponents or the bits of some other format
+        raise ValueError(f"scales are {scales.dtype}, which is no float")
+    (rows, inputs), height = values.shape, 1
+    if groups is None:
+        height, groups = block[0], torch.arange(inputs) // block[1]
+        counts = [-(-rows // height), -(-inputs // block[1])]
+    else:
+        counts, groups = [rows, scales.shape[-1]], groups.long()
+        if groups.shape != (inputs,):
+            raise ValueError(f"{tuple(groups.shape)} inputs by g_idx for {(rows, inputs)} weights")
+        if inputs and not 0 <= int(groups.min()) <= int(groups.max()) < counts[1]:
+            raise ValueError(f"g_idx names other groups than 0 to {counts[1] - 1}")
+
+    def for_rows(each: torch.Tensor) -> torch.Tensor:
+        if [n for n in each.shape if n > 1] != [n for n in counts if n > 1]:
+            raise ValueError(f"{tuple(each.shape)} scales or zero points for {counts} blocks")
+        return each.reshape(counts).repeat_interleave(height, 0)[:rows]
+
+    return None if zeros is None else for_rows(zeros), for_rows(scales.float()), groups
+
+
+def experts_of(p: Parts) -> torch.Tensor:
+    """blocks (experts, outputs, inputs / 32, 16) and scales (experts, outputs, inputs / 32) to
+    (experts, inputs, outputs), transposed as the network has them. bfloat16 holds them exactly."""
+    count, outputs, groups, size = p["blocks"].shape
+    out = torch.empty(count, groups * 2 * size, outputs, dtype=torch.bfloat16)
+    for one, block, exponents in zip(out, p["blocks"], p["scales"], strict=True):
+        one.copy_(dense(Numbers(e2m1(block.flatten(1)), None, powers(exponents) / 2,
+                                (1, 2 * size))).T)
+    return out
+
+
+def e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Pairs of 4-bit floats, (outputs, inputs / 2), to twice their values, (outputs, inputs)."""
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"pairs are {packed.dtype}, not uint8")
+    return E2M1_PAIRS.index_select(0, packed.flatten().int()).view(len(packed), -1)
+
+
+def powers(exponents: torch.Tensor) -> torch.Tensor:
+    """Scales that are powers of 2, of which the exponents are stored, plus 127 (e8m0)."""
+    exponents = exponents.view(torch.uint8)
+    if (exponents == 255).any():
+        raise ValueError("a scale is not a number")
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+
+
+def split_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Words into numbers of `bits` bits, the lowest bits first; each becomes 32 / bits of them."""
+    if packed.dtype != torch.int32:
+        raise ValueError(f"words are {packed.dtype}, not int32")
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    shape = [1] * (packed.dim() + 1)
+    shape[dim + 1] = -1
+    numbers = (packed.unsqueeze(dim + 1) >> shifts.view(shape)) & (2 ** bits - 1)
+    return numbers.flatten(dim, dim + 1)
