@@ -235,7 +235,7 @@ class ToolGrammar:
     def _arguments(self, name: str, schema: dict) -> str:
         """A tool's arguments. Raises `BadRequest` where a call is required and its schema can't be
         kept to; else what can't be is any value."""
-        from nanoserve_extras.structured.structured_schema import loosened  # here, as below
+        from nanoserve_extras.structured.structured_schema import loosened  # here, as in `_json`
 
         def write(schema: dict) -> str:
             return self._json(schema, schema) if self.form.is_json else self._object(
@@ -310,8 +310,8 @@ class ToolGrammar:
             schema = {word: schema[word] for word in schema if word != "allOf"} | resolve(
                 parts[0], root)
         if self.num_values > MAX_VALUES:
-            raise ValueError(f"tools: their schemas have more than {MAX_VALUES:,} places for "
-                             "values: shorten them")
+            raise ValueError(f"with it there are more than {MAX_VALUES:,} places for values: "
+                             "shorten it")
         if parts := schema.get("anyOf", schema.get("oneOf")):
             return [value for part in parts for value in self._values(key, part, root)]
         kinds, found = kinds_of(schema, root), []

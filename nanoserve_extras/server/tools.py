@@ -116,6 +116,7 @@ class TurnReader:
         self.may_think = bool(form.thought)
         self.state = "thinks" if self.may_think and not form.think else "says"
         self.rest, self.num_calls = "", 0
+        self.keys: dict[int, dict] = {}  # of each schema: see `_keys`
         self.is_next = False  # a call of several, behind the first
         self.is_fresh = self.may_think  # white space in front of what comes is dropped
         self.is_heard = not form.say  # text without a marker in front is an answer
@@ -272,7 +273,9 @@ class TurnReader:
         form, found = self.form, {}
         if end := self.ends.match(text, at):
             return found, end
-        keys = self._keys(schema)
+        if id(schema) not in self.keys:
+            self.keys[id(schema)] = self._keys(schema)
+        keys = self.keys[id(schema)]
         names = "|".join(map(re.escape, keys)) or r"[^\s=:<>\"']+"
         before = f"{re.escape(form.text[0])}|{re.escape(form.value[0])}"
         a_key = f"(?P<key>{names})(?P<before>{before})"
