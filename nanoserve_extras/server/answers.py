@@ -10,6 +10,11 @@ each, because almost everything differs: the names, the shape of a piece, the lo
 
     event stream     data: {a piece}  ...  data: {usage, if asked for}  data: [DONE]
 
+While nothing is written, for a long prompt say, there is a comment every few seconds, because
+proxies and clients take a stream without a byte for dead; with `return_progress` there is a piece
+that says how much of the prompt is computed (llama.cpp's). A choice begins with its first token,
+not before: clients measure how long that took.
+
 Invariants: the pieces' texts joined are the whole text, and the last piece of a choice, and only
 that, has a `finish_reason`. JSON has no -Infinity, so a logprob is at least `MIN_LOGPROB`.
 
@@ -34,6 +39,8 @@ from nanoserve_extras.server.protocol import ChatBody, CompletionBody
 from nanoserve_extras.server.tools import TurnReader
 
 MIN_LOGPROB = -9999.0  # vLLM's
+SILENCE, WITH_PROGRESS = 5.0, 1.0  # seconds that a stream may be silent
+COMMENT = b": still at work\n\n"
 
 
 def event(data: dict) -> bytes:
@@ -90,8 +97,26 @@ class Answer:
                    for sample in self.latest[request.request_id].outputs]
         return self.head(self.whole_name) | dict(choices=choices, usage=self.usage())
 
-    async def pieces(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[dict]:
-        """One for each choice that has news (outputs are DELTA)."""
+    @property
+    def silence(self) -> float:
+        return WITH_PROGRESS if self.body.return_progress else SILENCE
+
+    def progress(self) -> dict:
+        """llama.cpp's fields: tokens of all prompts, found in the cache, computed or found."""
+        cached = processed = 0
+        for request in self.requests:
+            count, computed = len(request.prompt_token_ids), 0
+            for seq in request.sequences[:1]:  # none before the thread of steps has taken it
+                cached += seq.num_cached_tokens or 0
+                computed = min(count, seq.num_computed_tokens)
+            processed += count if request.request_id in self.latest else computed
+        begun = [one.stats.scheduled_ts for one in self.requests if one.stats.scheduled_ts]
+        return dict(total=sum(len(request.prompt_token_ids) for request in self.requests),
+                    cache=cached, processed=processed, time_ms=round(
+                        1000 * (time.monotonic() - min(begun))) if begun else 0)
+
+    async def pieces(self, outputs: AsyncIterator[RequestOutput | None]) -> AsyncIterator[dict]:
+        """One for each choice that has news (outputs are DELTA), or for a long silence."""
         head = self.head(self.piece_name)
 
         def piece(data: dict) -> dict:
@@ -101,11 +126,15 @@ class Answer:
             return head | data
 
         ended: set[int] = set()
-        for data in self.openings():
-            yield piece(data)
         requests = {request.request_id: request for request in self.requests}
         async for output in outputs:
-            self._take(output)
+            is_first = output is not None and output.request_id not in self.latest
+            if output is not None:
+                self._take(output)
+            if output is None or is_first and self.body.return_progress:
+                yield piece(dict(choices=[], prompt_progress=self.progress()))
+            if output is None:
+                continue
             request = requests[output.request_id]
             for sample in self.ready(request, output):
                 index = self.first[output.request_id] + sample.index
@@ -113,8 +142,8 @@ class Answer:
                     continue
                 if sample.finish_reason is not None:
                     ended.add(index)
-                for choice in self.news(index, request, sample):
-                    yield piece({"choices": [choice]})
+                for data in self.news(index, request, sample):
+                    yield piece(data)
         if self.body.include_usage:
             yield head | {"choices": [], "usage": self.usage()}
 
@@ -122,13 +151,10 @@ class Answer:
         """Server-sent ones. Behind an error, which is the last piece then, there is no end."""
         piece: dict = {}
         async for piece in pieces:
-            yield event(piece)
+            is_silence = "prompt_progress" in piece and not self.body.return_progress
+            yield COMMENT if is_silence else event(piece)
         if "error" not in piece:
             yield b"data: [DONE]\n\n"
-
-    def openings(self) -> list[dict]:
-        """What a stream begins with, before any token is known."""
-        return []
 
     def ready(self, request: Request, output: RequestOutput) -> list[CompletionOutput]:
         """What of a stream's new output can be shown now."""
@@ -139,7 +165,7 @@ class Answer:
 
     def news(self, index: int, request: Request, sample: CompletionOutput) -> list[dict]:
         """The pieces that tell a choice's news."""
-        return [self.choice(index, request, sample)]
+        return [dict(choices=[self.choice(index, request, sample)])]
 
     # ---------------------------------------------------- vLLM's additions
 
@@ -250,6 +276,7 @@ class ChatAnswer(Answer):
         super().__post_init__()
         self.readers: list[TurnReader | None] = [None] * self.body.num_samples  # one a choice
         self.written: list[list[int]] = [[] for _ in self.readers]
+        self.begun: set[int] = set()
 
     def _take(self, output: RequestOutput) -> None:
         super()._take(output)
@@ -281,9 +308,10 @@ class ChatAnswer(Answer):
         if piece.thought and self.body.include_reasoning is not False:
             # DeepSeek's name, and vLLM's.
             parts["reasoning_content"] = parts["reasoning"] = piece.thought
-        if piece.calls:
+        if piece.more or piece.calls:
             first = reader.num_calls - len(piece.calls)
-            parts["tool_calls"] = [
+            more = [dict(index=first - 1, function=dict(arguments=piece.more))]
+            parts["tool_calls"] = more[:bool(piece.more)] + [
                 dict(id=uuid4().hex[:9], type="function", function=vars(call),
                      **(dict(index=first + i) if self.body.stream else {}))
                 for i, call in enumerate(piece.calls)]
@@ -297,14 +325,12 @@ class ChatAnswer(Answer):
         has_called = reader and reader.num_calls and not is_cut
         return "tool_calls" if has_called and reason == "stop" else reason
 
-    def openings(self) -> list[dict]:
-        """The role of every choice, sent before its first token."""
-        return [{"choices": [self._piece(index, dict(role="assistant", content=""))],
-                 **self.of_prompt(self.requests[0])} for index in range(self.body.num_samples)]
-
     def news(self, index, request, sample) -> list[dict]:
-        """As OpenAI's, the end is a piece without text."""
+        """As OpenAI's, the role comes in front, and the end is a piece without text."""
         pieces = []
+        if index not in self.begun:
+            self.begun.add(index)
+            pieces.append(self._piece(index, dict(role="assistant", content="")))
         if sample.text or sample.token_ids or self.readers[index]:
             parts = self._parts(index, sample)
             pieces.append(self._piece(index, parts, self._logprobs(sample),
@@ -312,7 +338,9 @@ class ChatAnswer(Answer):
         if sample.finish_reason is not None:
             pieces.append(self._piece(index, {}, None, self._ending(index, sample),
                                       sample.stop_reason))
-        return pieces
+        told = [dict(choices=[one]) for one in pieces]
+        told[0] |= self.of_prompt(request) if "role" in pieces[0]["delta"] else {}
+        return told
 
     def _piece(self, index: int, delta: dict, logprobs: dict | None = None,
                finish_reason: str | None = None, stop_reason: int | str | None = None,

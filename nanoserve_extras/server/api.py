@@ -217,7 +217,7 @@ class Server:
         """Cancelled when the client goes away, which closes the outputs and aborts. An error that
         comes in the middle is the last piece; the status has been sent long before."""
         try:
-            async with aclosing(self.engine.outputs(answer.requests)) as outputs:
+            async with aclosing(self.engine.outputs(answer.requests, answer.silence)) as outputs:
                 async for piece in answer.pieces(outputs):
                     yield piece
         except EngineGenerateError as error:

@@ -128,16 +128,18 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(
             self.tokenizing, partial(work, *args, **options))
 
-    async def outputs(self, requests: list[Request]) -> AsyncIterator[RequestOutput]:
+    async def outputs(self, requests: list[Request],
+                      silence: float | None = None) -> AsyncIterator[RequestOutput | None]:
         """Run requests side by side and yield the outputs of all of them as they come. Those that
-        are not finished when the generator ends are aborted."""
+        are not finished when the generator ends are aborted. silence: seconds without an output,
+        behind which there is a None."""
         inbox = AsyncInbox(self._doorbell())
         self._post(partial(self._submit, inbox, requests))
         num_unfinished = len(requests)
         try:
             while num_unfinished:
-                output = await inbox.take()
-                num_unfinished -= output.finished
+                output = await inbox.take(silence)
+                num_unfinished -= output is not None and output.finished
                 yield output
         finally:  # no `await` here: the garbage collector may be who closes the generator
             self.posted.put(partial(self._leave, inbox))
@@ -356,8 +358,8 @@ class AsyncInbox:
             self.error = self.error or error
             self.bell.ring(self)
 
-    async def take(self) -> RequestOutput:
-        """The next output, of the request that has waited longest."""
+    async def take(self, seconds: float | None = None) -> RequestOutput | None:
+        """The next output, of the request that has waited longest. None: there was none in time."""
         while True:
             with self.bell.lock:
                 if self.unread:
@@ -365,7 +367,11 @@ class AsyncInbox:
                 if self.error is not None:
                     raise self.error
                 self.news.clear()  # only the loop sets it: nothing is lost between here and there
-            await self.news.wait()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self.news.wait()
+            except TimeoutError:
+                return None
 
 
 def merged(older: RequestOutput, newer: RequestOutput) -> RequestOutput:

@@ -182,6 +182,7 @@ class GenerationBody(Controls):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None  # llama.cpp's: how much of a prompt is computed
 
     def limit(self) -> int | None:
         """The client's own limit of output tokens."""

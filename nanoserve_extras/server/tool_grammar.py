@@ -75,7 +75,10 @@ class ModelTurns:
         is_free = not {"regex", "choice", "grammar"} & (body.structured_outputs or {}).keys()
         if not schemas and not (self.form.thought and is_free):
             return None
-        return self.form.reader(schemas, prompt or "", body.parallel_tool_calls is False)
+        # An answer in a form, or behind a marker of its own, may hold what looks like a call.
+        kept = body.must_call or bool(
+            not self.form.say and body.form() is None and find_spec("llguidance"))
+        return self.form.reader(schemas, prompt or "", body.parallel_tool_calls is False, kept)
 
     def params(self, body: ChatBody, params: SamplingParams, prompt: str) -> SamplingParams:
         """With the grammar that the body's tools need. Raises `ValueError`."""

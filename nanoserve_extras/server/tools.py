@@ -5,7 +5,9 @@
 
 A `TurnFormat` says what stands around the parts of a turn; tool_format.py derives it. A
 `TurnReader` follows one text as it comes. Text that may be the beginning of a marker is held back,
-as with stop strings, so a call is never shown as content; a call is told when it is whole.
+as with stop strings, so a call is never shown as content. Where a grammar keeps the model to the
+format, a call is told as it is written; else when it is whole, because it may yet turn out to be
+text.
 
 The grammars that keep a model to the format: tool_grammar.py.
 """
@@ -45,11 +47,13 @@ class Call:
 
 @dataclass
 class Piece:
-    """What is new in a text: of its thought, of its answer, and the calls that are now whole."""
+    """What is new in a text: of its thought, of its answer, and its calls. more: arguments of a
+    call that an earlier piece has begun, in front of the other calls."""
 
     thought: str = ""
     said: str = ""
     calls: list[Call] = field(default_factory=list)
+    more: str = ""
 
 
 @dataclass
@@ -80,8 +84,9 @@ class TurnFormat:
     is_raw: bool = True  # between markers a text stands as it is; else it is a literal of Python's
     why: str = ""  # the reason, if there are no calls
 
-    def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False) -> "TurnReader":
-        return TurnReader(self, schemas, prompt, one)
+    def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False,
+               kept: bool = False) -> "TurnReader":
+        return TurnReader(self, schemas, prompt, one, kept)
 
     @property
     def trigger(self) -> str:
@@ -108,15 +113,18 @@ class TurnReader:
     """Follows one text: `feed` it as it comes.
 
     schemas: of each tool's arguments, by name. prompt: what stands in front of the text. one: calls
-    behind the first are passed over.
+    behind the first are passed over. kept: a grammar keeps calls to the format.
     """
 
-    def __init__(self, form: TurnFormat, schemas: dict[str, Any], prompt: str, one: bool = False):
+    def __init__(self, form: TurnFormat, schemas: dict[str, Any], prompt: str, one: bool = False,
+                 kept: bool = False):
         self.form, self.schemas, self.one = form, schemas if form.open else {}, one
         self.may_think = bool(form.thought)
         self.state = "thinks" if self.may_think and not form.think else "says"
         self.rest, self.num_calls = "", 0
         self.keys: dict[int, dict] = {}  # of each schema: see `_keys`
+        self.is_kept, self.next_read = False, 0  # not kept to in the prompt
+        self.num_told: int | None = None  # characters told of the arguments of a call under way
         self.is_next = False  # a call of several, behind the first
         self.is_fresh = self.may_think  # white space in front of what comes is dropped
         self.is_heard = not form.say  # text without a marker in front is an answer
@@ -136,6 +144,7 @@ class TurnReader:
         self.ends = re.compile(f"{more}(?P<close>{loose(form.close)})")
         if form.header and form.header in prompt:  # the prompt may have begun the turn
             self.feed(prompt.rpartition(form.header)[2])
+        self.is_kept = kept
         self.num_calls, self.began = 0, prompt[-1:].isspace() and not prompt.endswith(form.header)
         self.thinks_here = self.may_think  # or else the prompt has ended the thought
         self.places = {form.think: (0, 0)} if self.state == "thinks" else {}  # see `_place`
@@ -203,7 +212,10 @@ class TurnReader:
             self._say(piece, self.rest[:1])  # it is no call
             self.rest, self.is_next, self.is_fresh = self.rest[1:], False, False
             return "says"
-        if not ended and self.tip not in new:
+        # What is read is all of the call, so behind a long one not for every token. A name is known
+        # when something follows.
+        reads = self.is_kept and len(self.rest) >= max(self.next_read, head.end() + 1)
+        if not (ended or reads or self.tip in new):
             return None
         call, end = self._read(head, self.rest)
         if end is None and ended == "stop":  # the end of a turn is no text
@@ -211,13 +223,15 @@ class TurnReader:
             has = max(at for at in range(len(close) + 1) if self.rest.endswith(close[:at]))
             call, end = self._read(head, self.rest + close[has:])
         if end is None:
-            if ended == "stop":  # nothing that was written is lost
+            if ended == "stop" and not self.is_kept:  # nothing that was written is lost
                 self._say(piece, self.rest)
                 self.rest = ""
-            elif ended:
+            elif ended or self.is_kept:
                 self._tell(piece, call)
+                self.next_read = len(self.rest) * 1.02
             return None
         self._tell(piece, call)
+        self.num_told, self.next_read = None, 0
         self.is_next = end.lastgroup == "more"
         self.rest, self.is_fresh = self.rest[end.end():], True
         return "calls" if self.is_next else "says"
@@ -229,9 +243,14 @@ class TurnReader:
             self.unheard += text
 
     def _tell(self, piece: Piece, call: Call) -> None:
-        if not (self.one and self.num_calls):
+        if self.num_told is not None:
+            piece.more += call.arguments[self.num_told:]
+        elif not (self.one and self.num_calls):
             piece.calls.append(call)
             self.num_calls += 1
+        else:
+            return
+        self.num_told = len(call.arguments)
 
     def count_thought(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> int:
         """How many of the text's tokens so far are a thought; marks around it don't count."""
@@ -258,9 +277,9 @@ class TurnReader:
         what is around it."""
         name, at = head["name"], head.end()
         if not self.form.is_json:
-            arguments, end = self._parameters(text, at, self.schemas[name])
+            arguments, begun, end = self._parameters(text, at, self.schemas[name])
             written = json.dumps(arguments, ensure_ascii=False)
-            return Call(name, written if end else written[:-1]), end
+            return Call(name, written if end else written[:-2] if begun else written[:-1]), end
         try:
             arguments, stop = JSON.raw_decode(text, at)
         except (ValueError, RecursionError):
@@ -268,11 +287,12 @@ class TurnReader:
         end = self.ends.match(text, stop) if isinstance(arguments, dict) else None
         return Call(name, text[at:stop]), end
 
-    def _parameters(self, text: str, at: int, schema: dict) -> tuple[dict, re.Match | None]:
-        """Arguments between markers. A value ends where a further key or the call's end follows."""
+    def _parameters(self, text: str, at: int, schema: dict) -> tuple[dict, bool, re.Match | None]:
+        """Arguments between markers, whether the last one is a text that goes on, and the end. A
+        value ends where a further key or the call's end follows."""
         form, found = self.form, {}
         if end := self.ends.match(text, at):
-            return found, end
+            return found, False, end
         if id(schema) not in self.keys:
             self.keys[id(schema)] = self._keys(schema)
         keys = self.keys[id(schema)]
@@ -288,14 +308,19 @@ class TurnReader:
                 value = self._value(text[key.end():end.start()], schema, keys.get(key["key"], {}),
                                     is_text)
                 if value is not None:
-                    found[key["key"]], = value
+                    found.setdefault(key["key"], *value)  # what was told of it stays
                     break
             else:
-                return found, None
+                begun = bool(form.text[1]) and key["key"] not in found and self._is_plain(
+                    schema, keys.get(key["key"], {}), is_text)
+                if begun:
+                    value = text[key.end():].partition(form.text[1])[0]
+                    found[key["key"]] = value[:_clear(value, [form.text[1]], False)]
+                return found, begun, None
             if not end["key"]:
-                return found, end
+                return found, False, end
             key = end
-        return found, None
+        return found, False, None
 
     def _keys(self, schema: dict) -> dict:
         """The schema of each key that an object may have; none: it may have any."""
@@ -309,8 +334,7 @@ class TurnReader:
     def _value(self, text: str, root: dict, schema: Any, is_text: bool) -> tuple | None:
         """The value in a tuple, or None where the text is none of the schema's."""
         kinds = kinds_of(schema, root)
-        if is_text and self.form.is_raw and (
-                self.form.text != self.form.value or kinds == {"string"}):
+        if self._is_plain(root, schema, is_text):
             return (text,)
         for read in (JSON.decode, ast.literal_eval, self._marked):
             try:
@@ -322,6 +346,11 @@ class TurnReader:
             if not kinds or kind in kinds or kind == "integer" and "number" in kinds:
                 return (value,)
         return (text,) if self.form.is_raw and (not kinds or "string" in kinds) else None
+
+    def _is_plain(self, root: dict, schema: Any, is_text: bool) -> bool:
+        """Whether a value is a text as it stands, whatever it looks like."""
+        return is_text and self.form.is_raw and (
+            self.form.text != self.form.value or kinds_of(schema, root) == {"string"})
 
     def _marked(self, text: str) -> Any:
         """JSON whose keys are bare and whose texts stand between markers. Raises `ValueError`."""

@@ -15,15 +15,17 @@ new field of a chat.
 """
 
 import json
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from uuid import uuid4
 
 from pydantic import Field, model_validator
 
+from nanoserve_extras.server.answers import SILENCE
 from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import SWITCH, Controls, Switch
 
@@ -51,14 +53,18 @@ def parts_of(message: dict) -> list[AnswerPart]:
     thought, said = message.get("reasoning_content"), message.get("content")
     found = [AnswerPart(kind, text)
              for kind, text in (("thought", thought), ("said", said)) if text]
-    calls = [AnswerPart("call", call["function"]["arguments"], call["function"]["name"], call["id"])
-             for call in message.get("tool_calls", ())]
+    calls = [AnswerPart("call", call["function"]["arguments"], call["function"].get("name", ""),
+                        call.get("id", "")) for call in message.get("tool_calls", ())]
     return found + calls
 
 
 class Language(Controls):
     """A body that becomes a chat's, and an answer in the same language. It may have vLLM's fields
-    of a chat, but those for which there is no place in the answer."""
+    of a chat, but those for which there is no place in the answer.
+
+    begins_with_text: whether an answer's first event has to wait for the first token."""
+
+    begins_with_text: ClassVar[bool] = False
 
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -106,25 +112,34 @@ class Language(Controls):
                 yield f"event: {told['type']}\ndata: {json.dumps(told)}\n\n".encode()
 
     async def _told(self, pieces: AsyncIterator[dict]) -> AsyncIterator[list[dict]]:
-        """The events of each piece: a text goes on, or another part begins."""
+        """The events of each piece: a text goes on, or another part begins. Where there was none
+        for some seconds, one of the language says that the server is at work: a client may count
+        events, and not see a comment."""
         name, parts, chat, last = uuid4().hex, [], {}, {}
-        async for piece in pieces:
-            is_first, chat = not chat, piece
+        has_begun, spoken = False, time.monotonic()
+        async for chat in pieces:
             if "error" in chat:
                 yield [chat | dict(message=chat["error"]["message"])]
                 return
-            if is_first:
-                yield self.begun(name, chat)
+            told, waits = [], "prompt_progress" in chat
+            if not has_begun and not (waits and self.begins_with_text):
+                has_begun, told = True, self.begun(name, chat)
             for choice in chat["choices"]:
                 last = choice if choice["finish_reason"] else last
                 for part in parts_of(choice["delta"]):
-                    if not parts or parts[-1].kind != part.kind or part.kind == "call":
+                    # A call's further arguments have no name.
+                    if not parts or parts[-1].kind != part.kind or part.name:
                         if parts:
-                            yield self.ended(parts[-1])
+                            told += self.ended(parts[-1])
                         parts.append(replace(part, text="", index=len(parts)))
-                        yield self.opened(parts[-1])
+                        told += self.opened(parts[-1])
                     parts[-1].text += part.text
-                    yield self.grown(parts[-1], part.text)
+                    told += self.grown(parts[-1], part.text)
+            if not told and (waits or time.monotonic() - spoken > SILENCE):
+                told = self.waiting(name, chat)
+            if told:
+                spoken = time.monotonic()
+                yield told
         if parts:
             yield self.ended(parts[-1])
         yield self.over(name, chat, parts, last)
@@ -328,6 +343,10 @@ class ResponsesBody(Language):
         response = self.whole(name, chat, [], None)
         return [dict(type=f"response.{kind}", response=response)
                 for kind in ("created", "in_progress")]
+
+    def waiting(self, name: str, chat: dict) -> list[dict]:
+        """OpenAI's own `keepalive` is documented nowhere, and some clients end at it."""
+        return self.begun(name, chat)[1:]
 
     def _at(self, one: AnswerPart, kind: str, **more) -> dict:
         """An event of a part that does not hold the whole item."""

@@ -3,7 +3,7 @@
     roles      user, assistant; the system's text is a field of its own
     content    a text, or blocks: text, image, thinking, tool_use (a call), tool_result
     events     message_start  (content_block_start  content_block_delta ...  content_block_stop)*
-               message_delta  message_stop
+               message_delta  message_stop, and ping where nothing happens for some seconds
 
 A block of a result is a chat's message with the role "tool", and a user's turn may hold several of
 them and texts; a turn of the assistant with several calls is one message. An answer goes on with
@@ -89,6 +89,7 @@ class CountBody(Language):
 class MessagesBody(CountBody):
     """`POST /v1/messages`."""
 
+    begins_with_text = True  # `message_start` has the usage, and what was cached is known by then
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: list[str] | None = None
 
@@ -133,6 +134,9 @@ class MessagesBody(CountBody):
     def begun(self, name: str, chat: dict) -> list[dict]:
         none = dict(finish_reason=None, stop_reason=None)
         return [dict(type="message_start", message=self.whole(name, chat, [], none))]
+
+    def waiting(self, name: str, chat: dict) -> list[dict]:
+        return [dict(type="ping")]
 
     def opened(self, part: AnswerPart) -> list[dict]:
         return [dict(type="content_block_start", index=part.index,

@@ -137,10 +137,12 @@ def test_a_chat_fills_what_room_there_is(server):
 def test_a_stream_says_who_speaks_and_ends_once(server):
     events = server.events(CHATS, dict(messages=CHAT, n=2, max_tokens=4, seed=1,
                                        stream_options=dict(include_usage=True)))
-    openings, rest, last = events[:2], events[2:-1], events[-1]
-    assert [e["choices"][0]["delta"] for e in openings] == [
-        dict(role="assistant", content="")] * 2
-    ends = [e["choices"][0]["index"] for e in rest if e["choices"][0]["finish_reason"]]
+    choices, last = [e["choices"][0] for e in events[:-1]], events[-1]
+    for index in range(2):  # the role comes with the choice's first token
+        first, *rest = [one["delta"] for one in choices if one["index"] == index]
+        assert first == dict(role="assistant", content="") and rest[0]["content"]
+        assert not any("role" in delta for delta in rest)
+    ends = [one["index"] for one in choices if one["finish_reason"]]
     assert sorted(ends) == [0, 1]
     assert all(e["usage"] is None for e in events[:-1]) and last["choices"] == []
     assert last["usage"]["completion_tokens"] == 8

@@ -248,8 +248,26 @@ def test_usage_grows_with_every_piece(server):
         counts = [event["usage"]["completion_tokens"] for event in events]
         brought = [len(choice.get("token_ids") or ()) for event in events
                    for choice in event["choices"][:1] or [{}]]
+        if path == CHATS:  # the role comes with the first token, in front of it
+            brought[:2] = brought[1::-1]
         assert counts == list(accumulate(brought)) and counts[-1] == 5
         assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+
+
+def test_how_much_of_a_prompt_is_computed_is_told_with_llama_cpps_fields(server):
+    text = "A story of a king. " * 9
+    for path, prompt in ((COMPLETIONS, dict(prompt=text)),
+                         (CHATS, dict(messages=[dict(role="user", content=text)]))):
+        request = dict(max_tokens=2, return_progress=True, cache_salt=f"new to {path}",
+                       stream_options=dict(include_usage=True)) | prompt
+        for hit in (False, True):
+            told = server.events(path, request)
+            usage, [*_, progress] = told[-1]["usage"], [
+                one["prompt_progress"] for one in told if "prompt_progress" in one]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert 0 <= progress.pop("time_ms") and hit == (cached > 0)
+            assert progress == dict(total=usage["prompt_tokens"], cache=cached,
+                                    processed=usage["prompt_tokens"])
 
 
 def test_the_end_of_a_chat_is_a_piece_of_its_own(server):

@@ -87,8 +87,10 @@ def test_streamed_and_whole_are_the_same(client):
     assert told.finish_reason == "tool_calls" and not told.message.content
     assert [one.function.to_dict() | {"parsed_arguments": None} for one in whole] == [
         one.function.to_dict() | {"parsed_arguments": None} for one in told.message.tool_calls]
-    pieces = [piece.choices[0].delta for piece in client.create(stream=True, **asked)]
+    one = dict(tool_choice=dict(type="function", function=dict(name="weather")))
+    pieces = [piece.choices[0].delta for piece in client.create(stream=True, **asked | one)]
     assert not any(piece.content for piece in pieces)
+    assert sum(bool(piece.tool_calls) for piece in pieces) > 4  # arguments come as they are written
 
 
 def test_pydantic_models_as_tools_and_as_forms(client):

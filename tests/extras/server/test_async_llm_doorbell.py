@@ -4,6 +4,7 @@ The loop is a stub that notes what it is asked for, so no time is measured.
 """
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,19 @@ def test_it_rests_as_long_as_its_pace_says_and_then_looks_again(bell):
     assert bell.loop.wake_from_rest() == 0.2 and not bell.loop.later  # nobody came: it is at rest
     bell.ring(some[0])
     assert len(bell.loop.soon) == 1
+
+
+def test_whoever_waits_hears_of_a_silence_and_then_of_the_output(bell):
+    async def wait():
+        inbox = AsyncInbox(bell)
+        assert await inbox.take(0) is None
+        taken = asyncio.create_task(inbox.take(60))
+        await asyncio.sleep(0)
+        inbox.requests["0"] = SimpleNamespace(params=None)
+        inbox.append(output := SimpleNamespace(request_id="0"))
+        bell.loop.run()
+        assert await taken is output and await inbox.take(0) is None
+    asyncio.run(wait())
 
 
 def test_a_closed_loop_is_no_error(bell):

@@ -93,7 +93,9 @@ def test_a_response_is_a_chats_answer_whole_and_streamed(server, choice):
         "response.created", "response.in_progress", "response.output_item.added"]
     final = told[-1]["response"]
     assert told[-1]["type"] == f"response.{whole['status']}"
-    grown = "".join(one["delta"] for one in told if one["type"].endswith(".delta"))
+    deltas = [one["delta"] for one in told if one["type"].endswith(".delta")]
+    assert len(deltas) > 4  # a call's arguments, too, come as they are written
+    grown = "".join(deltas)
     [streamed] = final["output"]
     assert grown == (streamed["arguments"] if choice else streamed["content"][0]["text"])
     done = [one["item"] for one in told if one["type"] == "response.output_item.done"]
@@ -127,7 +129,11 @@ def test_a_message_is_a_chats_answer_whole_and_streamed(server, choice):
     else:
         assert whole["stop_reason"] == "max_tokens"
         assert [one["text"] for one in whole["content"]] == [one["grown"] for one in blocks]
-    usage = whole["usage"]
+    assert sum(one["type"] == "content_block_delta" for one in told) > (
+        0 if blocks[0].get("name") == "stop" else 4)
+    first, last, usage = told[0]["message"]["usage"], told[-2]["usage"], whole["usage"]
+    assert first["cache_read_input_tokens"] > 0  # known before the end, and equal there
+    assert first | dict(output_tokens=0) == last | dict(output_tokens=0)
     assert usage["output_tokens"] == told[-2]["usage"]["output_tokens"]
     _, plain = chat(server, max_tokens=1, tools=[dict(type="function", function=dict(
         name=one["name"], parameters=one["input_schema"])) for one in BLOCKS])
