@@ -37,7 +37,8 @@ Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words 
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]
 WORD = 32  # bits of the integers into which small numbers are packed
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column AWQ_ORDER[i]
-STORED = (torch.float8_e4m3fn, torch.int8, torch.uint8)  # a `weight` of another dtype is plain
+E4M3 = torch.float8_e4m3fn
+STORED = (E4M3, torch.int8, torch.uint8)  # a `weight` of another dtype is plain
 BY_MODULE = ("bits", "group_size", "sym")  # some formats let these differ by matrix
 # Scales of activations, passed over where they are those of floats (`Format.passed_over`).
 ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "input_global_scale")
@@ -80,12 +81,10 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
     `Quantised`. Raises `ValueError` naming file and tensor.
     """
     form = read_format(entry)
-    if form.read is experts_of:
-        yield from assemble_experts(tensors, form)
-        return
+    joint, ending = ("_", "") if form.read is experts_of else (".", ".weight")
     waiting: dict[str, Parts] = {}
     for file, name, tensor in tensors:
-        module, _, part = name.rpartition(".")
+        module, _, part = name.rpartition(joint)
         part = "weight_scale" if part == "weight_scale_inv" else part  # it is multiplied with, too
         if part in form.passed_over:
             continue
@@ -102,29 +101,12 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
         group[part] = tensor
         if len(group) == len(form.parts):
             del waiting[module]
-            yield file, f"{module}.weight", make_weight(file, module, group, form, keep)
+            yield file, module + ending, make_weight(file, module, group, form, keep)
     for module, group in waiting.items():
         if {*form.parts} - {*group, form.optional}:
             raise ValueError(f"{module} is quantised, but has only {', '.join(sorted(group))} of "
                              f"{', '.join(form.parts)}; {len(waiting)} such in all")
-        yield file, f"{module}.weight", make_weight(file, module, group, form, keep)
-
-
-def assemble_experts(tensors: Tensors, form: Format) -> Tensors:
-    """gpt-oss's own files: two tensors become the matrices of all experts of a layer."""
-    waiting: dict[str, Parts] = {}
-    for file, name, tensor in tensors:
-        module, _, part = name.rpartition("_")
-        if part not in form.parts:
-            yield file, name, tensor
-            continue
-        group = waiting.setdefault(module, {})
-        group[part] = tensor
-        if len(group) == len(form.parts):
-            yield file, module, make_weight(file, module, waiting.pop(module), form, keep=False)
-    if waiting:
-        raise ValueError(f"{next(iter(waiting))} is quantised, but only one of {form.parts} came; "
-                         f"{len(waiting)} such in all")
+        yield file, module + ending, make_weight(file, module, group, form, keep)
 
 
 def make_weight(file: Path, module: str, parts: Parts, form: Format,
@@ -206,7 +188,7 @@ def read_fp8(entry: dict) -> Format:
     if block is not None:
         block = blocks("weight_block_size", block, 2)
     return Format(("weight", "weight_scale"), lambda p: Numbers(
-        p["weight"], None, p["weight_scale"], block or p["weight"].shape),
+        checked(p["weight"], E4M3), None, p["weight_scale"], block or p["weight"].shape),
                   passed_over=ACTIVATIONS if scheme == "static" else ())
 
 
@@ -243,18 +225,18 @@ def read_compressed(entry: dict) -> Format:
         parts = ("weight_packed", "weight_scale", *["weight_global_scale"] * is_nv)
         return Format(parts, lambda p: Numbers(
             e2m1(p["weight_packed"]), None,
-            p["weight_scale"].float() / (2 * p["weight_global_scale"].float()) if is_nv
+            floats(p["weight_scale"]) / (2 * one_float(p["weight_global_scale"])) if is_nv
             else powers(p["weight_scale"]) / 2, (1, size)), passed_over=passed_over)
     block = partial_block(weights)
     allow(weights, "dynamic", (False, None))
     zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
     if form != "pack-quantized":
-        kind = "float" if form == "float-quantized" else "int"
+        kind, dtype = ("float", E4M3) if form == "float-quantized" else ("int", torch.int8)
         allow(weights, "type", (kind,), kind)
         allow(weights, "num_bits", (8,))
         return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
-            p["weight"], p.get("weight_zero_point"), p["weight_scale"], block(p["weight"].shape)),
-            passed_over=passed_over)
+            checked(p["weight"], dtype), p.get("weight_zero_point"), p["weight_scale"],
+            block(p["weight"].shape)), passed_over=passed_over)
     allow(weights, "type", ("int",), "int")
     bits = allow(weights, "num_bits", (4, 8))
     is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
@@ -284,10 +266,11 @@ def read_modelopt(entry: dict) -> Format:
     passed_over = (*ACTIVATIONS, *CACHED)
     if allow(entry, "quant_algo", ("FP8", "NVFP4")) == "FP8":
         return Format(("weight", "weight_scale"), lambda p: Numbers(
-            p["weight"], None, p["weight_scale"], p["weight"].shape), passed_over=passed_over)
+            checked(p["weight"], E4M3), None, p["weight_scale"], p["weight"].shape),
+            passed_over=passed_over)
     size = group_size(entry) or 16
     return Format(("weight", "weight_scale", "weight_scale_2"), lambda p: Numbers(
-        e2m1(p["weight"]), None, p["weight_scale"].float() * p["weight_scale_2"].float() / 2,
+        e2m1(p["weight"]), None, floats(p["weight_scale"]) * one_float(p["weight_scale_2"]) / 2,
         (1, size)), passed_over=passed_over)
 
 
@@ -376,8 +359,9 @@ def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch
     """Zeros and scales, (outputs, groups of inputs), and the group of each input. "Act-order" deals
     the inputs out by importance."""
     values, zeros, scales, block, groups = numbers
-    if not scales.is_floating_point():  # but the exponents or the bits of some other format
-        raise ValueError(f"scales are {scales.dtype}, which is no float")
+    scales = floats(scales)
+    if not scales.isfinite().all():
+        raise ValueError("a scale is not a number, or has no end")
     (rows, inputs), height = values.shape, 1
     if groups is None:
         height, groups = block[0], torch.arange(inputs) // block[1]
@@ -394,7 +378,7 @@ def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch
             raise ValueError(f"{tuple(each.shape)} scales or zero points for {counts} blocks")
         return each.reshape(counts).repeat_interleave(height, 0)[:rows]
 
-    return None if zeros is None else for_rows(zeros), for_rows(scales.float()), groups
+    return None if zeros is None else for_rows(zeros), for_rows(scales), groups
 
 
 def experts_of(p: Parts) -> torch.Tensor:
@@ -410,23 +394,38 @@ def experts_of(p: Parts) -> torch.Tensor:
 
 def e2m1(packed: torch.Tensor) -> torch.Tensor:
     """Pairs of 4-bit floats, (outputs, inputs / 2), to twice their values, (outputs, inputs)."""
-    if packed.dtype != torch.uint8:
-        raise ValueError(f"pairs are {packed.dtype}, not uint8")
-    return E2M1_PAIRS.index_select(0, packed.flatten().int()).view(len(packed), -1)
+    pairs = checked(packed, torch.uint8).flatten()
+    return E2M1_PAIRS.index_select(0, pairs.int()).view(len(packed), -1)
 
 
 def powers(exponents: torch.Tensor) -> torch.Tensor:
     """Scales that are powers of 2, of which the exponents are stored, plus 127 (e8m0)."""
-    exponents = exponents.view(torch.uint8)
-    if (exponents == 255).any():
-        raise ValueError("a scale is not a number")
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    exponents = checked(exponents, torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)  # of 255: infinity
+
+
+def floats(scales: torch.Tensor) -> torch.Tensor:
+    """In float32. Integers are the exponents or the bits of some other format."""
+    if not scales.is_floating_point():
+        raise ValueError(f"scales are {scales.dtype}, which is no float")
+    return scales.float()
+
+
+def one_float(scale: torch.Tensor) -> torch.Tensor:
+    """Of a whole matrix, (). Several would be stretched over it in silence."""
+    return floats(scale).reshape(())
+
+
+def checked(numbers: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+    """The same. The bits of another dtype would be read as other numbers."""
+    if numbers.dtype not in dtypes:
+        raise ValueError(f"numbers are {numbers.dtype}, not {' or '.join(map(str, dtypes))}")
+    return numbers
 
 
 def split_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Words into numbers of `bits` bits, the lowest bits first; each becomes 32 / bits of them."""
-    if packed.dtype != torch.int32:
-        raise ValueError(f"words are {packed.dtype}, not int32")
+    packed = checked(packed, torch.int32)
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     shape = [1] * (packed.dim() + 1)
     shape[dim + 1] = -1

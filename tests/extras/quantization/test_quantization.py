@@ -15,6 +15,7 @@ from packing import (
     Packed,
     awq,
     compressed,
+    float_rows,
     fp8,
     gptq,
     int_rows,
@@ -176,7 +177,7 @@ def test_a_part_that_comes_twice_is_named():
 @pytest.mark.parametrize("make, part, change, words", [
     (awq, "scales", lambda t: t.T.contiguous(), "\\[40, 4\\] blocks"),  # as many, in another order
     (pack, "weight_scale", lambda t: t.T.contiguous(), "\\(4, 40\\) scales"),
-    (pack, "weight_packed", lambda t: t.short(), "words are torch.int16"),
+    (pack, "weight_packed", lambda t: t.short(), "numbers are torch.int16"),
     (fp8, "weight_scale_inv", lambda t: torch.full_like(t, 127, dtype=torch.uint8),
      "scales are torch.uint8"),  # exponents: 127 is 1.0
     (gptq, "scales", lambda t: t.int(), "scales are torch.int32"),
@@ -186,6 +187,16 @@ def test_a_part_that_comes_twice_is_named():
     (pack, "weight_shape", lambda t: t + 8, "weight_shape says"),
     (gptq, "qzeros", lambda t: t.T.contiguous(), "zero points"),
     (pack, "weight_shape", lambda t: t.float(), "weight_shape"),
+    (fp8, "weight", lambda t: t.view(torch.int8), "numbers are torch.int8"),
+    (FORMATS["FP8"], "weight", lambda t: t.view(torch.uint8), "numbers are torch.uint8"),
+    (float_rows, "weight", lambda t: t.view(torch.int8), "numbers are torch.int8"),
+    (int_rows, "weight", lambda t: t.view(torch.uint8), "numbers are torch.uint8"),
+    (FORMATS["NVFP4"], "weight_scale", lambda t: t.view(torch.uint8), "scales are torch.uint8"),
+    (FORMATS["NVFP4"], "weight_scale_2", lambda t: t.repeat(40, 1), "input of size 40"),
+    (FORMATS["nvfp4-pack-quantized"], "weight_global_scale", lambda t: t * 0, "no end"),
+    (FORMATS["mxfp4-pack-quantized"], "weight_scale",
+     lambda t: t.view(torch.float8_e4m3fn), "numbers are torch.float8_e4m3fn"),
+    (FORMATS["mxfp4-pack-quantized"], "weight_scale", lambda t: t | 255, "not a number"),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_parts_of_the_right_size_that_mean_something_else_are_refused(make, part, change, words):
     """Scales that lie transposed were reshaped, and other integers than words of 32 bits read:
