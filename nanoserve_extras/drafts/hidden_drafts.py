@@ -265,7 +265,7 @@ class OwnGuesser(HiddenGuesser):
 
     @staticmethod
     def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:
-        model, folder = plan.model_config, find_model(plan.config.model)
+        model, folder = plan.model_config, plan.folder
         is_ours = plan.parts.make_network is None
         if (entry := (OURS if is_ours else FOREIGN).get(model.architecture)) is None:
             raise ValueError(f"method='mtp' reads the heads of {', '.join(OURS | FOREIGN)}, and "

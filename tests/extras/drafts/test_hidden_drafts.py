@@ -369,10 +369,12 @@ def test_a_checkpoint_without_a_head_of_its_own_is_refused(checkpoints, tmp_path
 
 
 def test_two_ranks_read_a_checkpoints_own_head_and_without_the_method_it_is_passed_over(
-        checkpoints, references, tmp_path, few_prompts, ranks_in_threads):
+        checkpoints, references, tmp_path, few_prompts, ranks_in_threads, monkeypatch):
     folder = make_own(tmp_path / "own", checkpoints["qwen2"])
     plain = LLM(folder, dtype="float32", skip_tokenizer_init=True)
-    for llm in (plain, start_own(folder, tensor_parallel_size=2)):
+    # The head is that of the revision which was fetched, and not looked for anew.
+    monkeypatch.setattr("nanoserve.llm.find_model", lambda model, **options: folder)
+    for llm in (plain, start_own("owner/model", revision="v1", tensor_parallel_size=2)):
         with llm:
             for output in llm.generate(few_prompts, GREEDY, use_tqdm=False):
                 expected, gaps = references("qwen2", output.prompt_token_ids, GREEDY.max_tokens)
