@@ -239,8 +239,8 @@ def read_config(folder: Path) -> dict:
     config = read_json(folder / "config.json", required=True)
     # Model Optimizer's own file: until its version 0.30 config.json said nothing.
     stored = read_json(folder / "hf_quant_config.json").get("quantization")
-    if isinstance(stored, dict):
-        config.setdefault("quantization_config", stored | dict(quant_method="modelopt"))
+    if isinstance(stored, dict) and config.get("quantization_config") is None:
+        config["quantization_config"] = stored | dict(quant_method="modelopt")
     num_bytes = sum(file.stat().st_size for place in ("*", "*/*") for file in folder.glob(place)
                     if file.suffix in (".safetensors", ".bin") and file.is_file())
     for part in filter(lambda part: isinstance(part, dict), (config, *config.values())):
