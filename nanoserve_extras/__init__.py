@@ -14,6 +14,7 @@ Entry points would import every package that is installed to find out what it ad
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 # What `from nanoserve import ...` finds here: the module of each name.
@@ -59,7 +60,9 @@ def method_of(llm: Any, name: str) -> Callable:
 
 def read_file(model: Any) -> Any:
     """The folder of a GGUF file, which is made once; whatever else is named stays as it is."""
-    return find("tools.convert.kept")(model) if str(model).endswith(".gguf") else model
+    if not str(model).endswith(".gguf") or Path(model).expanduser().is_dir():
+        return model
+    return find("tools.convert.kept")(model)
 
 
 def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any, list]:

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
+from os import SEEK_END
 from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
@@ -29,6 +30,7 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 
+import nanoserve
 from nanoserve.device.build import cache_folder, digest
 from nanoserve.frontend.progress import say
 from nanoserve.llm import read_model
@@ -44,6 +46,7 @@ from nanoserve_extras.tools.verify import BATCHED, NEAR_TIE, run_mode, write_ref
 THEIRS = f"transformers {transformers.__version__}"
 PACKAGES = ("gguf", "accelerate")  # transformers asks for both
 DTYPES = ("bfloat16", "float16", "float32")
+LAST = 2 ** 20  # bytes that tell a file's numbers from those of another of its size
 
 
 def convert(file: Path, folder: Path, dtype: str) -> None:
@@ -90,8 +93,9 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
 
 
 def kept(model: str | Path) -> Path:
-    """The folder that a file was converted into, or is now. A file of another content, by its size
-    and time, is another one. Raises `ValueError` for what can't be converted."""
+    """The folder that a file was converted into, or is now. A file of another content, by its size,
+    time and last numbers, is another one; so is it after an upgrade, which may have mended a
+    conversion. Raises `ValueError` for what can't be converted."""
     file, cache = Path(model).expanduser(), cache_folder()
     if not file.is_file():
         raise ValueError(f"model={str(model)!r}: there is no such file")
@@ -100,7 +104,11 @@ def kept(model: str | Path) -> Path:
         raise ValueError(f"model={str(model)!r}: there is no cache folder of this user's own to "
                          f"convert it into: {remedy}")
     status = file.stat()
-    about = digest(repr((status.st_size, status.st_mtime_ns, transformers.__version__)).encode())
+    with file.open("rb") as opened:  # archives give all of their files one time
+        opened.seek(-min(status.st_size, LAST), SEEK_END)
+        last = opened.read()
+    about = digest(last + repr((status.st_size, status.st_mtime_ns, transformers.__version__,
+                                nanoserve.__version__)).encode())
     folder = cache / "gguf" / f"{file.stem}-{about}"
     if not folder.exists():
         say(f"{file.name} is converted into {folder}, once. For another dtype or place: {remedy}")
@@ -109,9 +117,10 @@ def kept(model: str | Path) -> Path:
         try:
             with redirect_stdout(sys.stderr):
                 convert(file, folder, DTYPES[0])
-        except OSError:
+        except OSError as error:
             if not folder.exists():  # else another process was faster
-                raise
+                raise ValueError(f"model={str(model)!r} can't be converted into {folder}: {error}: "
+                                 f"{remedy}") from error
         finally:
             transformers.logging.set_verbosity(verbosity)
     return folder

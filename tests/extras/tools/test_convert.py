@@ -5,6 +5,7 @@ the text is compared with is written here, tensor by tensor.
 """
 
 import json
+import os
 import re
 import resource
 
@@ -37,7 +38,8 @@ def made(tmp_path):
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
 
-    def make(kind: str = "Q8_0", arch: str = "llama", change=lambda writer: None, left_out=()):
+    def make(kind: str = "Q8_0", arch: str = "llama", change=lambda writer: None, left_out=(),
+             seed: int = 0):
         writer = gguf.GGUFWriter(str(tmp_path / "tiny.gguf"), arch)
         for name, value in dict(
                 context_length=128, embedding_length=64, block_count=2, feed_forward_length=96,
@@ -51,7 +53,7 @@ def made(tmp_path):
         change(writer)
         names = TOP | {f"blk.{i}.{name}": (f"model.layers.{i}.{other}", *shape)
                        for i in range(2) for name, (other, *shape) in LAYER.items()}
-        generator, dense = torch.Generator().manual_seed(0), {}
+        generator, dense = torch.Generator().manual_seed(seed), {}
         for name, (other, *shape) in names.items():
             weight = torch.randn(*shape, generator=generator)
             weight = weight * 2.5 * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.3 * weight
@@ -178,8 +180,10 @@ def test_a_gguf_file_is_a_model_and_is_converted_once(made, tmp_path, monkeypatc
         assert texts(str(file)) == expected
         out, said = capfd.readouterr()
         assert said.count("tiny.gguf is converted into") == times and not out
-    file.write_bytes(file.read_bytes() + bytes(32))  # another file of that name
-    assert texts(file) == expected
+    time = file.stat().st_mtime_ns
+    file, _ = made(seed=1)  # another file of that name and size, and, as from an archive, time
+    os.utime(file, ns=(time, time))
+    assert texts(file) != expected
     assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 2
 
 
@@ -190,6 +194,14 @@ def test_a_gguf_file_that_can_not_be_converted_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.gguf").write_bytes(b"GGUE")
     with pytest.raises(ValueError, match="a.gguf .*GGUF"):
         LLM(tmp_path / "a.gguf")
+    (tmp_path / "cache").write_bytes(b"")
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(convert, "convert", lambda file, folder, dtype: folder.mkdir())
+    with pytest.raises(ValueError, match="a.gguf' can't be converted into .*: nanoserve convert"):
+        LLM(tmp_path / "a.gguf")
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(ValueError, match="folder.gguf.*config.json"):
+        LLM(tmp_path / "folder.gguf")
     monkeypatch.setattr(convert, "cache_folder", lambda: None)
     with pytest.raises(ValueError, match="nanoserve convert a.gguf FOLDER"):
         LLM(tmp_path / "a.gguf")
