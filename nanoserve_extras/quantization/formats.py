@@ -401,7 +401,7 @@ def e2m1(packed: torch.Tensor) -> torch.Tensor:
 def powers(exponents: torch.Tensor) -> torch.Tensor:
     """Scales that are powers of 2, of which the exponents are stored, plus 127 (e8m0)."""
     exponents = checked(exponents, torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)  # of 255: infinity
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)  # 255 becomes infinity
 
 
 def floats(scales: torch.Tensor) -> torch.Tensor:
