@@ -231,8 +231,9 @@ def find_separator(architecture: str, kind: str, tokenizer) -> int | None:
     if not any(types):
         return None
     first = ids.index(ids[types.index(1) - 1])
-    if ids[first] in tokenizer("a", add_special_tokens=False)["input_ids"]:  # the text's own end
-        if says:
+    texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in "ab"]
+    if ids[first] in texts[0]:  # the text's own end
+        if says or ids != sum(texts, []):  # a template
             raise refusal(architecture, "its tokenizer gives a pair token types and no separator")
         return None
     if types != [int(i > first) for i in range(len(ids))]:

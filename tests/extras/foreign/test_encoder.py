@@ -10,15 +10,20 @@ from encoders import ENCODERS, PAD, classes_of, hidden_of, make
 from pooled import assert_close, data, normalised, pooled, start, vectors, write_modules
 from safetensors.torch import save_file
 from small_engine import assert_idle
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     MPNetConfig,
+    PreTrainedTokenizerFast,
 )
 
 from nanoserve import PoolingParams
+from nanoserve_extras.foreign.encoder import find_separator
 
 CLASSIFIERS = [name for name in ENCODERS if name not in ("eurobert", "embeddinggemma")]
 # The heads of these two are refused.
@@ -188,6 +193,18 @@ def test_a_letter_is_no_separator(tmp_path, names):
     assert output.prompt_token_ids == ids
     (expected,) = classes_of(folder, [ids])
     assert output.outputs.score == pytest.approx(float(expected.sigmoid()), abs=1e-5)
+
+
+@pytest.mark.parametrize("pair", ["[CLS] $A $B:1 [SEP]:1", "[CLS] $A [SEP]:1 $B:1 [SEP]:1"])
+def test_types_that_begin_behind_no_separator_are_refused(pair):
+    """The template asks for them, and all would have been 0."""
+    ids = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair=pair, special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    with pytest.raises(ValueError, match="no separator"):
+        find_separator("BertModel", "bert", PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
 @pytest.mark.parametrize("padding", [0, 1, 3, 12, 200])
