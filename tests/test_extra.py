@@ -83,7 +83,7 @@ class CannotAttach(Extra):
     (Prepares(), "Prepares can't be added to an engine that runs, .* extras="),
     (Extra, "an extra must be an object that inherits from Extra, got <class"),
     (None, "an extra must be an object that inherits from Extra, got None"),
-    (CannotAttach(), "no room")], ids=str)
+    (CannotAttach(), "no room")], ids=["late", "a class", "nothing", "no room"])
 def test_an_engine_that_runs_stays_as_it_was_where_an_extra_is_refused(llm, extra, words):
     before = [*llm.extras]
     with pytest.raises((ValueError, RuntimeError), match=words):
