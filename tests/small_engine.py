@@ -58,6 +58,31 @@ def drain(llm: LLM) -> dict[str, list]:
     return seen
 
 
+def drain_through(llm: LLM, errors, after=lambda: None) -> tuple[dict, int]:
+    """Step by hand to the end although steps raise these errors. The last output of each request,
+    and how many steps failed. after: called behind each step."""
+    outs, failures = {}, 0
+    while llm.has_unfinished_requests():
+        try:
+            outs |= {out.request_id: out for out in llm.step()}
+        except errors:
+            failures += 1
+        after()
+    return outs, failures
+
+
+def lose_steps(llm: LLM, every: int) -> None:
+    """What the second step from now on computes is lost, and then that of every such step."""
+    fetch, before = llm.runner.fetch, llm.scheduler.num_steps
+
+    def lose(output):
+        if (llm.scheduler.num_steps - before) % every == 2:
+            raise RuntimeError("lost")
+        return fetch(output)
+
+    llm.runner.fetch = lose
+
+
 def assert_serves(llm: LLM, expected) -> None:
     assert tokens(run(llm, ["still", "here?"], greedy())) == [expected("still"), expected("here?")]
 

@@ -4,7 +4,17 @@ import signal
 import threading
 
 import pytest
-from small_engine import TOKENIZER, assert_idle, assert_serves, drain, greedy, make, run, tokens
+from small_engine import (
+    TOKENIZER,
+    assert_idle,
+    assert_serves,
+    drain,
+    drain_through,
+    greedy,
+    make,
+    run,
+    tokens,
+)
 from tqdm import tqdm
 
 from nanoserve import LLM, SamplingParams
@@ -188,12 +198,7 @@ def test_a_tokenizer_that_fails_ends_one_request_alone(llm, expected, monkeypatc
     llm.add_request("good", "Hello", greedy(6))
     llm.add_request("bad", "world", greedy(6, seed=13))
     llm.add_request("short", [1, 2, 3], greedy(1))
-    outs, errors = {}, 0
-    while llm.has_unfinished_requests():
-        try:
-            outs |= {out.request_id: out for out in llm.step()}
-        except RuntimeError:
-            errors += 1
+    outs, errors = drain_through(llm, RuntimeError)
     outs |= {out.request_id: out for out in llm.step()}
     assert errors == 1
     assert outs["bad"].outputs[0].finish_reason == "abort"

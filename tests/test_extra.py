@@ -5,7 +5,7 @@ The oracle is transformers' text.
 
 import pytest
 from helpers import hand_over
-from small_engine import drain, greedy, ids_of, make
+from small_engine import drain, drain_through, greedy, ids_of, make
 
 from nanoserve.extra import NAMES, Extra
 
@@ -36,23 +36,17 @@ def test_a_hook_that_fails_is_heard_of_and_changes_no_text(llm, expected, hook):
                 raise KeyError(hook)
             return getattr(Extra, hook)(None, *args)
 
-        failing, texts, errors = hand_over(llm, **{hook: fail}), {}, 0
-        running = set()
+        failing, running = hand_over(llm, **{hook: fail}), set()
         behind = hand_over(llm, launching=running.add, dropped=running.discard,
                            updated=lambda step, grown: running.discard(step))  # noqa: B023
         for name, prompt in PROMPTS.items():
             llm.add_request(name, prompt, greedy(12, logprobs=1))
-        while llm.has_unfinished_requests():
-            try:
-                for out in llm.step():
-                    texts[out.request_id] = out.outputs[0].token_ids
-            except KeyError:
-                errors += 1
-            llm.scheduler.check()
+        outs, errors = drain_through(llm, KeyError, llm.scheduler.check)
         llm.remove(failing)
         llm.remove(behind)
         assert not running, "the extra behind it has heard of each step's end"
-        assert texts == {name: expected(prompt, 12) for name, prompt in PROMPTS.items()}
+        assert {name: out.outputs[0].token_ids for name, out in outs.items()} == {
+            name: expected(prompt, 12) for name, prompt in PROMPTS.items()}
         assert errors == (next(calls) > nth), "raised where it was called so often"
 
 

@@ -7,6 +7,7 @@ step of all ranks gives transformers' logits. Sizes are uneven on purpose: 3 KV 
 
 import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,18 +31,14 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def folders(checkpoints, tmp_path_factory):
     """The session's checkpoints and one with uneven sizes and biases everywhere."""
-    made = {}
-
+    @cache
     def folder(name: str) -> Path:
         if name != "uneven":
             return checkpoints[name]
-        if name not in made:
-            config = LlamaConfig(**SIZES | dict(hidden_size=48, intermediate_size=95),
-                                 num_attention_heads=6, num_key_value_heads=3, attention_bias=True,
-                                 mlp_bias=True)
-            made[name] = save(AutoModelForCausalLM.from_config(config),
-                              tmp_path_factory.mktemp("uneven"))
-        return made[name]
+        config = LlamaConfig(**SIZES | dict(hidden_size=48, intermediate_size=95),
+                             num_attention_heads=6, num_key_value_heads=3, attention_bias=True,
+                             mlp_bias=True)
+        return save(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("uneven"))
 
     return folder
 
@@ -201,31 +198,28 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]
 def recorded(folders):
     """For a checkpoint: the batches of two prompts in chunks and decodes, and the logits that
     transformers has for the rows that sample."""
-    made = {}
-
+    @cache
     def record(name: str):
-        if name not in made:
-            llm = LLM(folders(name), num_gpu_blocks_override=8, max_num_batched_tokens=11)
-            batches, rows, launch, read = [], [], llm.runner.launch, llm.runner.builder.read
+        llm = LLM(folders(name), num_gpu_blocks_override=8, max_num_batched_tokens=11)
+        batches, rows, launch, read = [], [], llm.runner.launch, llm.runner.builder.read
 
-            def recording_launch(step):
-                rows.extend((PROMPTS.index(seq.token_ids[:seq.num_prompt_tokens]),
-                             len(seq.token_ids) - 1) for seq in step.sampling)
-                return launch(step)
+        def recording_launch(step):
+            rows.extend((PROMPTS.index(seq.token_ids[:seq.num_prompt_tokens]),
+                         len(seq.token_ids) - 1) for seq in step.sampling)
+            return launch(step)
 
-            def recording_read(buffer):
-                batches.append(copy.deepcopy(batch := read(buffer)))
-                return batch
+        def recording_read(buffer):
+            batches.append(copy.deepcopy(batch := read(buffer)))
+            return batch
 
-            llm.runner.launch, llm.runner.builder.read = recording_launch, recording_read
-            params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-            model = Reference(folders(name)).model
-            with torch.no_grad():
-                logits = [model(torch.tensor([prompt + output.outputs[0].token_ids])).logits[0]
-                          for prompt, output in zip(PROMPTS, outputs, strict=True)]
-            made[name] = batches, torch.stack([logits[i][at] for i, at in rows])
-        return made[name]
+        llm.runner.launch, llm.runner.builder.read = recording_launch, recording_read
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        model = Reference(folders(name)).model
+        with torch.no_grad():
+            logits = [model(torch.tensor([prompt + output.outputs[0].token_ids])).logits[0]
+                      for prompt, output in zip(PROMPTS, outputs, strict=True)]
+        return batches, torch.stack([logits[i][at] for i, at in rows])
 
     return record
 

@@ -4,6 +4,8 @@ The oracle is transformers' own cache, whose `update` rounds what it is given. I
 blocks, steps or layouts.
 """
 
+import functools
+
 import pytest
 import torch
 from checkpoints import GQA, SIZES, Reference, assert_same_text, byte_tokenizer
@@ -44,24 +46,20 @@ def biased(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(checkpoints, biased):
-    models, known = {}, {}
+    model = functools.cache(lambda name: Reference(checkpoints[name]).model)
 
+    @functools.cache
     @torch.no_grad()
-    def text(name: str, prompt: list[int], max_tokens: int):
-        if name not in models:
-            models[name] = Reference(checkpoints[name]).model
-        if (name, *prompt) not in known:
-            cache = RoundedCache()
-            cache.kept = (1,) if name == "biased" else ()
-            out = models[name].generate(
-                torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False,
-                cache=cache, return_dict_in_generate=True, output_logits=True)
-            best = [logits[0].float().topk(2).values for logits in out.logits]
-            known[name, *prompt] = (out.sequences[0, len(prompt):].tolist(),
-                                    [float(one - two) for one, two in best])
-        return known[name, *prompt]
+    def text(name: str, prompt: tuple[int, ...], max_tokens: int):
+        cache = RoundedCache()
+        cache.kept = (1,) if name == "biased" else ()
+        out = model(name).generate(
+            torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False,
+            cache=cache, return_dict_in_generate=True, output_logits=True)
+        best = [logits[0].float().topk(2).values for logits in out.logits]
+        return out.sequences[0, len(prompt):].tolist(), [float(one - two) for one, two in best]
 
-    return text
+    return lambda name, prompt, max_tokens: text(name, tuple(prompt), max_tokens)
 
 
 MODES = {

@@ -5,6 +5,7 @@ shorter than most prompts.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -140,15 +141,12 @@ MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 
-def texts_by(folders: dict, prompts: list, reference=Reference) -> Callable:
+def texts_by(folders: dict, prompts: list, reference=Reference, max_tokens=MAX_TOKENS) -> Callable:
     """transformers' texts by name, with the gaps of their choices; each is written once."""
-    known = {}
-
+    @cache
     def of(name: str) -> list[tuple[list[int], list[float]]]:
-        if name not in known:
-            oracle = reference(folders[name])
-            known[name] = [oracle.generate(prompt, MAX_TOKENS) for prompt in prompts]
-        return known[name]
+        oracle = reference(folders[name])
+        return [oracle.generate(prompt, max_tokens) for prompt in prompts]
 
     return of
 

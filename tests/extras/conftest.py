@@ -1,6 +1,7 @@
 """What tests of the extras share."""
 
 import shutil
+from functools import cache
 
 import pytest
 from quick_interpreter import quick_interpreter  # noqa: F401
@@ -65,18 +66,16 @@ def hidden_states(checkpoints):
     import torch
     from transformers import AutoModel
 
-    models, known = {}, {}
+    @cache
+    def model(name: str):
+        return AutoModel.from_pretrained(checkpoints[name], dtype=torch.float32).eval()
 
+    @cache
     @torch.no_grad()
-    def of(name: str, prompt: list[int]) -> torch.Tensor:
-        if name not in models:
-            models[name] = AutoModel.from_pretrained(checkpoints[name], dtype=torch.float32).eval()
-        key = (name, tuple(prompt))
-        if key not in known:
-            known[key] = models[name](torch.tensor([prompt])).last_hidden_state[0]
-        return known[key]
+    def of(name: str, prompt: tuple[int, ...]) -> torch.Tensor:
+        return model(name)(torch.tensor([prompt])).last_hidden_state[0]
 
-    return of
+    return lambda name, prompt: of(name, tuple(prompt))
 
 
 @pytest.fixture(scope="session")
@@ -85,17 +84,13 @@ def classifiers(tmp_path_factory):
     from checkpoints import CHECKPOINTS, save
     from transformers import AutoModelForSequenceClassification
 
-    folders = {}
-
+    @cache
     def folder_of(name: str, num_labels: int, **entries):
-        key = (name, num_labels, *entries.items())
-        if key not in folders:
-            config = CHECKPOINTS[name]()
-            config.num_labels = num_labels
-            for entry, value in entries.items():
-                setattr(config, entry, value)
-            model = AutoModelForSequenceClassification.from_config(config)
-            folders[key] = save(model, tmp_path_factory.mktemp(f"{name}-{num_labels}"))
-        return folders[key]
+        config = CHECKPOINTS[name]()
+        config.num_labels = num_labels
+        for entry, value in entries.items():
+            setattr(config, entry, value)
+        model = AutoModelForSequenceClassification.from_config(config)
+        return save(model, tmp_path_factory.mktemp(f"{name}-{num_labels}"))
 
     return folder_of

@@ -8,12 +8,13 @@ tests/extras/quantization, heads that draft in tests/extras/drafts.
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, Made, make
+from architectures import ARCHITECTURES, Made, make, texts_by
 from checkpoints import Reference, assert_same_text
 from encoders import hidden_of
 from encoders import make as make_encoder
 from hybrids import HYBRIDS
 from seeing import make_seeing
+from wrappings import reference
 
 from nanoserve import LLM, SamplingParams
 from nanoserve_extras.combinations import FEATURES, KINDS, missing
@@ -58,17 +59,8 @@ def folders(checkpoints, tmp_path_factory) -> Made:
 
 @pytest.fixture(scope="module")
 def texts(folders):
-    known = {}
-
-    def of(kind: str) -> list[tuple[list[int], list[float]]]:
-        if kind not in known:
-            auto = (transformers.AutoModelForImageTextToText if kind == "multimodal"
-                    else transformers.AutoModelForCausalLM)
-            oracle = Reference(folders[kind], auto=auto)
-            known[kind] = [oracle.generate(prompt, GREEDY.max_tokens) for prompt in PROMPTS]
-        return known[kind]
-
-    return of
+    return texts_by(folders, PROMPTS, lambda folder: (
+        reference if folder.name == "multimodal" else Reference)(folder), GREEDY.max_tokens)
 
 
 def hidden(folder, kind: str) -> list[torch.Tensor]:

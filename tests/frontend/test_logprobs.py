@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import EOS, Reference, byte_tokenizer
 from helpers import watch_steps
-from small_engine import assert_idle
+from small_engine import assert_idle, drain, drain_through
 
 from nanoserve import LLM, Logprob, RequestOutputKind, SamplingParams, sampler
 from nanoserve.sampler import score
@@ -192,20 +192,17 @@ def test_deltas_put_together_are_the_whole(qwen3, log_softmax, mode):
     llm, _ = start(qwen3, **MODES[mode])
     params = [params_of(i, output_kind=RequestOutputKind.DELTA) for i in range(len(PROMPTS))]
     whole = llm.generate(PROMPTS, [params_of(i) for i in range(len(PROMPTS))], use_tqdm=False)
-    pieces: dict[int, list] = {}
     for i, one in enumerate(params):
         llm.add_request(str(i), PROMPTS[i], one)
-    while llm.has_unfinished_requests():
-        for out in llm.step():
-            pieces.setdefault(int(out.request_id), []).append(out)
+    pieces = drain(llm)
     for i, expected in enumerate(whole):
-        prompts = [out.prompt_logprobs for out in pieces[i]]
+        prompts = [out.prompt_logprobs for out in pieces[str(i)]]
         if expected.prompt_logprobs is None:
             assert prompts == [None] * len(prompts)
         else:
             assert same(prompts[0], expected.prompt_logprobs) and not any(prompts[1:])
         for j, sample in enumerate(expected.outputs):
-            parts = [out.outputs[j] for out in pieces[i]]
+            parts = [out.outputs[j] for out in pieces[str(i)]]
             assert [t for part in parts for t in part.token_ids] == sample.token_ids
             if sample.logprobs is None:
                 assert {part.logprobs for part in parts} == {None}
@@ -311,12 +308,7 @@ def test_a_lost_step_loses_and_repeats_nothing(qwen3, log_softmax, monkeypatch, 
             return output
 
         monkeypatch.setattr(llm.runner, "launch", failing)
-        outs, failures = {}, 0
-        while llm.has_unfinished_requests():
-            try:
-                outs |= {out.request_id: out for out in llm.step()}
-            except (RuntimeError, ZeroDivisionError):
-                failures += 1
+        outs, failures = drain_through(llm, (RuntimeError, ZeroDivisionError))
         assert failures == 1, fail_at
         check(outs["a"], params_of(0), log_softmax, f"step {fail_at} is lost")
         check(outs["b"], params_of(5), log_softmax, f"step {fail_at} is lost")

@@ -1,6 +1,7 @@
 """What tests of ranks in processes share."""
 
 import signal
+from contextlib import ExitStack
 
 import pytest
 
@@ -19,15 +20,9 @@ def start(qwen3):
 
     from nanoserve import LLM
 
-    engines = []
-
-    def make(folder=qwen3, **options) -> LLM:
-        engines.append(LLM(folder, **SMALL | dict(tensor_parallel_size=2) | options))
-        return engines[-1]
-
-    yield make
-    for llm in engines:
-        llm.shutdown()
+    with ExitStack() as stack:
+        yield lambda folder=qwen3, **options: stack.enter_context(
+            LLM(folder, **SMALL | dict(tensor_parallel_size=2) | options))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ is special about processes is test_processes.py's business.
 """
 
 import re
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -156,16 +157,9 @@ CASES = [("llama2", 3, False), ("llama-bias", 2, False), ("llama-bias", 4, False
 
 @pytest.fixture
 def start(ranks_in_threads):
-    engines = []
-
-    def make(folder, **options) -> LLM:
-        engines.append(LLM(folder, num_gpu_blocks_override=64, dtype="float32", device="cpu",
-                           **options))
-        return engines[-1]
-
-    yield make
-    for llm in engines:
-        llm.shutdown()
+    with ExitStack() as stack:
+        yield lambda folder, **options: stack.enter_context(
+            LLM(folder, num_gpu_blocks_override=64, dtype="float32", device="cpu", **options))
 
 
 @pytest.mark.parametrize(("name", "size", "expert_parallel"), CASES)

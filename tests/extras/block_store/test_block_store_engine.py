@@ -5,6 +5,7 @@ import json
 import engine_workloads as fuzz
 import pytest
 from helpers import storage
+from small_engine import drain_through
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve import llm as llm_module
@@ -158,16 +159,11 @@ def test_a_step_that_fails_takes_its_saves_and_loads_with_it(qwen3, expect, monk
 
             monkeypatch.setattr(llm.runner.copier, "move", fail)
             llm.add_request("again", LONG, GREEDY)
-            outputs = []
-            while llm.has_unfinished_requests():
-                try:
-                    outputs += llm.step()
-                except RuntimeError:
-                    pass
+            outputs, _ = drain_through(llm, RuntimeError)
             monkeypatch.undo()
             llm.scheduler.check()
             storage(llm).audit()
-            texts.append(outputs[-1].outputs[0].token_ids)
+            texts.append(outputs["again"].outputs[0].token_ids)
             expect([LONG, OTHER, LONG], texts)
         assert num_loaded(llm) > 200
 

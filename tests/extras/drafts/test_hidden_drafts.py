@@ -16,6 +16,7 @@ from checkpoints import VOCAB_SIZE, Reference, assert_same_text
 from guessing import count
 from hybrids import HYBRIDS, make_wrapped
 from safetensors.torch import load_file, save_file
+from small_engine import drain_through, lose_steps
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanoserve import LLM, SamplingParams
@@ -320,22 +321,12 @@ def test_a_lost_step_costs_drafts_and_no_text(checkpoints, references, tmp_path,
     with start(checkpoints["llama2"], make_head(tmp_path / "head")) as llm:
         for i, prompt in enumerate(few_prompts):
             llm.add_request(str(i), prompt, GREEDY)
-        fetch, outputs, lost = llm.runner.fetch, {}, 0
-
-        def lose(output):
-            raise RuntimeError("lost")
-
-        for moment in range(60):
-            llm.runner.fetch = lose if moment % 4 == 3 else fetch
-            try:
-                outputs |= {int(one.request_id): one for one in llm.step()}
-            except RuntimeError:
-                lost += 1
-            llm.scheduler.check()
-        assert lost > 2 and count(llm)["num_drafts"] > 10
+        lose_steps(llm, every=4)
+        outputs, num_lost = drain_through(llm, RuntimeError, llm.scheduler.check)
+        assert num_lost > 2 and count(llm)["num_drafts"] > 10
     for i, prompt in enumerate(few_prompts):
         expected, gaps = references("llama2", prompt, GREEDY.max_tokens)
-        assert_same_text(outputs[i].outputs[0].token_ids, expected, gaps, f"lost, {i}")
+        assert_same_text(outputs[str(i)].outputs[0].token_ids, expected, gaps, f"lost, {i}")
 
 
 def test_two_ranks_find_the_states_by_their_slots(checkpoints, references, tmp_path, few_prompts,

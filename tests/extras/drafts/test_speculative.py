@@ -10,6 +10,7 @@ the model itself with noise in its weights, which is right now and then, and ano
 import itertools
 import random
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -169,11 +170,9 @@ def test_a_block_of_wrong_drafts_is_never_found():
 @pytest.fixture(scope="module")
 def engines():
     """One engine of the bundled model for each way to guess."""
-    made = {name: start(speculative_config=config) for name, config in dict(
-        none=None, ngram=NGRAM, draft_model=SMALL).items()}
-    yield made
-    for llm in made.values():
-        llm.shutdown()
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(start(speculative_config=config)) for name, config in dict(
+            none=None, ngram=NGRAM, draft_model=SMALL).items()}
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

@@ -4,6 +4,8 @@ that the checkpoint names, and writes the placeholders by hand."""
 import base64
 import io
 import zlib
+from contextlib import ExitStack
+from functools import cache
 
 import numpy as np
 import pytest
@@ -28,17 +30,10 @@ def folders(tmp_path_factory) -> Made:
 
 @pytest.fixture(scope="module")
 def engines(folders):
-    opened = {}
-
-    def engine(name: str) -> LLM:
-        if name not in opened:
-            opened[name] = LLM(folders[name], dtype="float32", num_gpu_blocks_override=32,
-                               limit_mm_per_prompt={"image": 2}, encoder_cache_tokens=60)
-        return opened[name]
-
-    yield engine
-    for llm in opened.values():
-        llm.shutdown()
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(LLM(
+            folders[name], dtype="float32", num_gpu_blocks_override=32,
+            limit_mm_per_prompt={"image": 2}, encoder_cache_tokens=60)))
 
 
 def photo(seed: int, height: int = 56, width: int = 70):

@@ -13,6 +13,7 @@ from architectures import Made
 from checkpoints import assert_same_text, byte_tokenizer
 from hearing import make_hearing
 from seeing import NETWORKS, PLACES, TILED, TOKENS, Seer, make_seeing, make_with_processor
+from small_engine import drain
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.tokenizers import load_tokenizer
@@ -76,9 +77,7 @@ def test_the_files_arguments_count(folders, tmp_path, name):
         for _ in range(2):  # it is not forgotten
             with pytest.raises(ValueError, match=r"(9|3) placeholders for (3|1) features"):
                 llm.add_request("image", prompt, GREEDY)
-        while llm.has_unfinished_requests():
-            outs = llm.step()
-        assert outs[0].outputs[0].token_ids == alone.outputs[0].token_ids
+        assert drain(llm)["text"][-1].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 def test_arguments_that_are_laid_over_the_files(folders):

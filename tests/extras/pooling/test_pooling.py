@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import CHECKPOINTS, byte_tokenizer
 from pooled import assert_close, data, normalised, pooled, start, vectors
-from small_engine import assert_idle
+from small_engine import assert_idle, drain
 
 from nanoserve import PoolingParams
 from nanoserve.frontend.facts import Fact
@@ -77,9 +77,7 @@ def test_preempted_in_the_middle(qwen3, prompts, hidden_states):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(llm.scheduler.blocks, "allocate", lambda seq, num_tokens: False)
             assert [seq.name for seq in llm.scheduler.schedule().preempted] == ["r"]
-        while llm.has_unfinished_requests():
-            outputs = llm.step()
-        assert_close(data(outputs), [pooled(hidden_states("qwen3", prompts[8]), "MEAN")])
+        assert_close(data(drain(llm)["r"]), [pooled(hidden_states("qwen3", prompts[8]), "MEAN")])
         assert_idle(llm)
 
 
@@ -95,9 +93,8 @@ def test_a_step_that_fails_counts_once(qwen3, prompts, hidden_states, monkeypatc
             for _ in range(2):
                 with pytest.raises(ZeroDivisionError):
                     llm.step()
-        while llm.has_unfinished_requests():
-            outputs = llm.step()
-        assert_close(data(outputs), [pooled(hidden_states("qwen3", prompts[8]), pooling_type)])
+        assert_close(data(drain(llm)["r"]), [pooled(
+            hidden_states("qwen3", prompts[8]), pooling_type)])
         assert_idle(llm)
 
 

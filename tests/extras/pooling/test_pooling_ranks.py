@@ -1,25 +1,18 @@
 """Two ranks embed and classify as one."""
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
 from pooled import TOLERANCE, assert_close, class_logits, data, pooled, start, vectors
 
-from nanoserve import LLM
-
 
 @pytest.fixture
 def two_ranks(ranks_in_threads):
-    engines = []
-
-    def make(folder, **options) -> LLM:
-        engines.append(start(folder, tensor_parallel_size=2, **options))
-        return engines[-1]
-
-    yield make
-    for llm in engines:
-        llm.shutdown()
+    with ExitStack() as stack:
+        yield lambda folder, **options: stack.enter_context(
+            start(folder, tensor_parallel_size=2, **options))
 
 
 def test_two_ranks(checkpoints, classifiers, prompts, hidden_states, two_ranks):

@@ -11,34 +11,27 @@ import weakref
 import pytest
 import torch
 import transformers
-from architectures import GQA, Made, make
+from architectures import GQA, GREEDY, MAX_TOKENS, Made, make, texts_by
 from checkpoints import Reference, assert_same_text
 from hybrids import HYBRIDS, WRAPPED, make_wrapped
+from small_engine import drain_through, lose_steps
+from wrappings import reference
 
 from nanoserve import LLM, SamplingParams
 from nanoserve_extras.drafts.speculative import Speculation
 from nanoserve_extras.recurrent.recurrent import Finder, Recurrent, Rows
 from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
 
-MAX_TOKENS = 10
-GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 # 13 blocks of 5 hold one of the longest texts: everybody else is preempted.
 BUSY = dict(num_gpu_blocks_override=13, block_size=5, max_num_batched_tokens=17,
             async_scheduling=True)
 DRAFTS = dict(method="ngram", num_speculative_tokens=3)
 
 
-class Hybrids(Made):
-    def __missing__(self, name: str):
-        folder = self.root / name
-        self[name] = make_wrapped(name, folder) if name in WRAPPED else make(
-            HYBRIDS[name](), folder)
-        return folder
-
-
 @pytest.fixture(scope="session")
-def made(tmp_path_factory) -> Hybrids:
-    return Hybrids(tmp_path_factory.mktemp("hybrids"))
+def made(tmp_path_factory) -> Made:
+    return Made(tmp_path_factory.mktemp("hybrids"), lambda name, folder: (
+        make_wrapped(name, folder) if name in WRAPPED else make(HYBRIDS[name](), folder)))
 
 
 @pytest.fixture(scope="session")
@@ -51,17 +44,8 @@ def few_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def texts_of(made, few_prompts):
-    known = {}
-
-    def of(name: str) -> list[tuple[list[int], list[float]]]:
-        if name not in known:
-            auto = (transformers.AutoModelForImageTextToText if name in WRAPPED
-                    else transformers.AutoModelForCausalLM)
-            reference = Reference(made[name], auto=auto)
-            known[name] = [reference.generate(prompt, MAX_TOKENS) for prompt in few_prompts]
-        return known[name]
-
-    return of
+    return texts_by(made, few_prompts, lambda folder: (
+        reference if folder.name in WRAPPED else Reference)(folder))
 
 
 def start(folder, **options) -> LLM:
@@ -199,22 +183,12 @@ def test_a_step_that_is_lost_is_not_folded_twice(made, few_prompts, texts_of, na
             guess(llm, few_prompts, texts_of(name))
         for i, prompt in enumerate(few_prompts):
             llm.add_request(str(i), prompt, GREEDY)
-        fetch, outputs, num_lost = llm.runner.fetch, {}, 0
-
-        def lose(output):
-            raise RuntimeError("lost")
-
-        for moment in range(60):
-            llm.runner.fetch = lose if moment % 3 == 1 else fetch
-            try:
-                outputs |= {int(one.request_id): one for one in llm.step()}
-            except RuntimeError:
-                num_lost += 1
-            llm.scheduler.check()
-            llm.extra(Recurrent).snapshots.audit()
+        lose_steps(llm, every=3)
+        outputs, num_lost = drain_through(llm, RuntimeError, lambda: (
+            llm.scheduler.check(), llm.extra(Recurrent).snapshots.audit()))
     assert num_lost > (2 if drafts else 5)
     for i, (tokens, gaps) in enumerate(texts_of(name)):
-        assert_same_text(outputs[i].outputs[0].token_ids, tokens, gaps, f"lost, {i}")
+        assert_same_text(outputs[str(i)].outputs[0].token_ids, tokens, gaps, f"lost, {i}")
 
 
 def test_samples_logprobs_and_grammars_are_as_everywhere(made, few_prompts, texts_of):
