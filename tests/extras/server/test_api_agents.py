@@ -168,7 +168,7 @@ def test_codex_says_what_the_model_writes(tmp_path):
     llm.model_config.generation_defaults["max_new_tokens"] = 12
     with Serving(llm) as server:
         (tmp_path / "config.toml").write_text(
-            'model = "tested"\nmodel_provider = "n"\nweb_search = "disabled"\n'
+            'model = "tested"\nmodel_provider = "n"\n'
             '[model_providers.n]\nname = "n"\nwire_api = "responses"\nstream_max_retries = 0\n'
             f'base_url = "{server.url}/v1"\n')
         done = subprocess.run(
