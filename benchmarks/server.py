@@ -79,7 +79,7 @@ def read_streams(port: int, bodies: list[bytes]) -> Run:
         for body in bodies:
             connection = socket.create_connection(("127.0.0.1", port))
             connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
                 b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
                 + body)
             selector.register(connection, selectors.EVENT_READ)
