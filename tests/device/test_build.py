@@ -340,6 +340,7 @@ def test_avx2_computes_the_same(tmp_path):
     run_oracles(tmp_path, "-march=x86-64-v3")
 
 
+@pytest.mark.full
 def test_nothing_undefined_happens_and_no_buffer_is_overrun(tmp_path):
     """A sanitiser ends the process at a shift too far, an overflow, a misaligned address; a page
     without rights behind each buffer at a number too far (guard_pages.py)."""

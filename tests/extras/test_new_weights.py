@@ -253,6 +253,7 @@ IN_AN_UPDATE = """if 1:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read as on Linux")
+@pytest.mark.full
 def test_an_update_needs_a_few_matrices_more_than_the_model(dummy):
     """Of 160 MB the largest has 25, and the C library keeps some that were given: 48 to 86 MB. When
     it kept what was packed, it was 150. In a process of its own, where no test has left memory."""

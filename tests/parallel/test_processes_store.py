@@ -29,6 +29,7 @@ for i in range(1000):
 """
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("leave_nobody")
 def test_ranks_that_are_killed_while_blocks_are_written(qwen3, start, references, tmp_path):
     """Who comes after them finds whole files, and the right ones. (Two that write the same blocks:

@@ -84,7 +84,7 @@ def test_ranks_of_another_starter_end(qwen3, tmp_path, expected):
     assert "died" not in ranks[0].err + ranks[1].err
 
 
-@pytest.mark.parametrize("how", ["killed", "hangs"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("hangs", marks=pytest.mark.full)])
 def test_a_rank_of_another_starter_dies(qwen3, tmp_path, how):
     """A machine without power closes no connection, and neither does a process that hangs: the
     others waited for rank 0's store to answer. (Rank 0 counts the beats of the others, whoever has

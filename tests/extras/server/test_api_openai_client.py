@@ -88,4 +88,4 @@ def test_errors_are_the_clients_own(client):
         client.models.retrieve("gpt")
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tested", messages=CHAT, max_tokens=10 ** 6)
-    assert caught.value.code == "invalid_value" and caught.value.request_id  # the prompt would fit
+    assert caught.value.code == "invalid_value" and caught.value.request_id

@@ -77,7 +77,8 @@ def test_it_goes_on_until_there_is_no_room(client):
 BAD = [(dict(file=b"ID3"), "a WAV file .*ffmpeg"),
        (dict(language="Elvish"), "Elvish"), (dict(model="other"), "does not exist"),
        (dict(response_format="srt"), "'json' or 'text'"), (dict(stream=True), "leave stream out"),
-       (dict(temperature=-1), "temperature"), (dict(extra_body=dict(max_tokens=99)), "max_tokens is 99")]
+       (dict(temperature=-1), "temperature"),
+       (dict(extra_body=dict(max_tokens=99)), "max_tokens is 99")]
 
 
 @pytest.mark.parametrize(("wrong", "says"), BAD, ids=[says for _, says in BAD])
