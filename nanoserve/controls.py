@@ -75,7 +75,8 @@ class Edits:
             logits[rows, ids] += self.biases
         if self.banned is not None:
             rows, ids = self.banned
-            logits[rows, ids] = logits.new_full((), float("-inf"))  # for a number torch would wait
+            # Not a plain number: torch would copy it from pageable memory, and wait for the device.
+            logits[rows, ids] = logits.new_full((), float("-inf"))
         if self.masks is not None:  # 5, or 101 in binary, allows the first of its 8 and the third
             bits = self.masks[:, :, None] >> torch.arange(8, device=logits.device).byte() & 1
             logits.masked_fill_(bits.flatten(1)[:, :logits.shape[1]] == 0, float("-inf"))

@@ -58,7 +58,7 @@ def method_of(llm: Any, name: str) -> Callable:
     return missing
 
 
-def read_file(model: Any) -> Any:
+def as_folder(model: Any) -> Any:
     """The folder of a GGUF file, which is made once; whatever else is named stays as it is."""
     if not str(model).endswith(".gguf") or Path(model).expanduser().is_dir():
         return model

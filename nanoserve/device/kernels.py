@@ -53,9 +53,9 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 i
 
 # By `table_line` and phase, for heads of 256 bytes (128 in bf16); for others see `_tiles`.
 # Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. A program
-# that loads two tiles of 64 keys ahead needs 64 KB: an A100's multiprocessor has room for two. One
-# tile ahead needs 32 KB, and with more programs an H200 reads 64 rows of 2,048 keys at 99% of its
-# copy's speed, where it reached 86%. Split rows are few programs, which load two tiles ahead.
+# that loads two tiles of 64 keys ahead needs 64 KB: an A100's multiprocessor has room for two. On
+# Hopper one tile ahead, so 32 KB and more programs, reads faster where no row is split. Split rows
+# are few programs, which load two tiles ahead (docs/LOG.md, "A first run on a GPU").
 # Prefill is bound by flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, wgmma's least;
 # with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
 LAUNCHES = {
@@ -66,7 +66,7 @@ LAUNCHES = {
     ("sm_90", "split"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
     ("sm_90", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
 }
-SPLIT_PROGRAMS = 2  # a multiprocessor, worth starting: with 4, an H200 took a fifth longer
+SPLIT_PROGRAMS = 2  # worth starting on each multiprocessor; 4 were slower (docs/LOG.md)
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
 
