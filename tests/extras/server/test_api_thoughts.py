@@ -11,6 +11,7 @@ import torch
 from chat_templates import TEMPLATES
 from checkpoints import EOS, byte_tokenizer
 from serving import NAME, Serving
+from test_translate import events
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanoserve import LLM
@@ -167,6 +168,16 @@ def test_a_budget_ends_a_thought_in_each_language(server):
                                           thinking=dict(type="enabled", budget_tokens=3)))
     thought, said = answer["content"]
     assert (thought["thinking"], said["text"]) == ("hmQ", "ANSWrt;Z")
+    told = [piece["delta"] for piece in events(server, MESSAGES, dict(
+        messages=CHAT, temperature=0, max_tokens=40, thinking=dict(
+            type="enabled", budget_tokens=3))) if piece["type"] == "content_block_delta"]
+    assert "".join(one.get("thinking", "") for one in told).strip() == "hmQ"
+    assert "".join(one.get("text", "") for one in told) == "ANSWrt;Z"
+    told = events(server, RESPONSES, dict(input="hi", temperature=0, max_output_tokens=20,
+                                          reasoning=dict(max_tokens=2)))
+    for kind, text in (("reasoning_text", "hm"), ("output_text", "ANSWrt;Z")):
+        assert "".join(piece["delta"] for piece in told
+                       if piece["type"] == f"response.{kind}.delta").strip() == text
     for path, more, field in ((RESPONSES, dict(input="hi", reasoning=dict(max_tokens="2")),
                                "reasoning"),
                               (CHATS, dict(messages=CHAT, thinking_token_budget=2,
