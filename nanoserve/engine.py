@@ -101,8 +101,11 @@ class LLMEngine:
             self.hooks.keep(self.extras)
 
     def remove(self, extra: Extra) -> None:
-        """Take one back, between two steps. It isn't closed."""
+        """Take one back, between two steps. It isn't closed. Raises `ValueError` for one that the
+        engine doesn't have."""
         with self.turns:
+            if extra not in self.extras:
+                raise ValueError(f"{extra!r} can't be removed: it is not among llm.extras")
             self.extras.remove(extra)
             self.hooks.keep(self.extras)
 

@@ -182,5 +182,6 @@ class Hooks:
         extras = list(extras)
         self.takes = {name for one in extras for name in one.takes}
         for name in NAMES:
-            setattr(self, name, [getattr(one, name) for one in extras
-                                 if getattr(type(one), name) is not getattr(Extra, name)])
+            methods = [getattr(one, name) for one in extras]
+            setattr(self, name, [method for method in methods
+                                 if getattr(method, "__func__", method) is not vars(Extra)[name]])

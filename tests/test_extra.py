@@ -85,6 +85,18 @@ def test_an_engine_that_runs_stays_as_it_was_where_an_extra_is_refused(llm, extr
     assert llm.extras == before
 
 
+def test_a_hook_set_on_an_object_is_called_until_it_is_removed_once(llm):
+    extra, steps = Extra(), []
+    extra.scheduled = steps.append
+    llm.add(extra)
+    llm.add_request("one", [5], greedy(2))
+    drain(llm)
+    assert steps
+    llm.remove(extra)
+    with pytest.raises(ValueError, match="can't be removed: it is not among llm.extras"):
+        llm.remove(extra)
+
+
 def test_one_object_is_handed_over_once(qwen3):
     with pytest.raises(ValueError, match="Extra is there already: leave the second time out"):
         make(qwen3, extras=[watcher := Extra(), watcher])

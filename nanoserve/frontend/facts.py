@@ -70,7 +70,7 @@ def facts_of(parts: Iterable[Part]) -> frozenset[Fact]:
     parts = list(parts)
     for i, one in enumerate(parts):
         for other in parts[:i]:
-            if one is other:
+            if one is other or one.name == other.name and "=" in one.name:  # one option, twice
                 raise ValueError(f"{one.name} is there already: leave the second time out")
             if (why := clash(one, other)) is not None:
                 raise ValueError(why)

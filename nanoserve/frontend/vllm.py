@@ -64,6 +64,7 @@ TABLE = (
     Row("LLM", "tokenizer_mode", "the tokenizer is the one that transformers' AutoTokenizer reads, "
         "Mistral's own from a tekken.json: leave it out, or name another with tokenizer=",
         ("auto",)),
+    Row("LLM", "extras", "LLM(model, extras=[...]) takes them (EngineArgs does not)"),
     Row("LLM", "config_format", "config.json is Hugging Face's: leave it out", ("auto", "hf")),
     Row("LLM", "tokenizer_revision code_revision", "fetch it with huggingface_hub."
         "snapshot_download(..., revision=...), and name its folder"),

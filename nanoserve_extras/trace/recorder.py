@@ -67,6 +67,8 @@ class Recorder(Extra):
         return f"trace={self.options.trace!r}"
 
     def prepare(self, plan: Any) -> Any:
+        if self.options.trace is None:
+            raise ValueError("Recorder() needs a file: Recorder(trace='run.html'), say")
         return replace(plan, parts=replace(plan.parts, traced=True))
 
     def attach(self, engine: Any) -> None:

@@ -10,6 +10,7 @@ from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Asked, Fact, clash, facts_of
 from nanoserve_extras.combinations import FEATURES, KINDS, legend, missing, table
 from nanoserve_extras.lora.lora import LoRA
+from nanoserve_extras.trace.recorder import Recorder
 
 PAGE = read("docs/combinations.md")
 PLAIN = Asked("a plain engine", frozenset())
@@ -115,5 +116,15 @@ def test_an_option_beside_its_extra_says_the_same_or_is_refused(qwen3):
     """It would change nothing."""
     with pytest.raises(ValueError, match="max_loras=2 .*LoRA"):
         LLM(qwen3, enable_lora=True, max_loras=2, extras=[LoRA(max_loras=4)])
+
+
+def test_a_recorder_without_a_file_is_refused(qwen3):
+    with pytest.raises(ValueError, match="needs a file"):
+        LLM(qwen3, extras=[Recorder()])
+
+
+def test_an_extra_that_an_option_stands_for_is_there_once(qwen3):
+    with pytest.raises(ValueError, match="enable_lora=True is there already"):
+        LLM(qwen3, extras=[LoRA(max_loras=1), LoRA(max_loras=2)])
     with LLM(qwen3, enable_lora=True, max_loras=4, extras=[lora := LoRA(max_loras=4)]) as llm:
         assert llm.extra(LoRA) is lora
