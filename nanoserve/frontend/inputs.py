@@ -233,19 +233,17 @@ class InputProcessor:
         if not (template_options.get("chat_template") or tokenizer.chat_template):
             raise ValueError("the tokenizer has no chat template: pass chat_template=, use "
                              "generate(), or install mistral-common for a tekken.json")
-        if self.plain:
-            conversation = self.plain.broken(conversation)
-            template_options = {name: one if name == "chat_template" else self.plain.broken(one)
-                                for name, one in template_options.items()}
-        text = render_messages(conversation, partial(
-            tokenizer.apply_chat_template, tokenize=False, **template_options),
-            template_options.get("tools"))
-        if self.plain:
-            text, ids = self.plain.encode(text)
-            return {"prompt": text, "prompt_token_ids": ids}
+        options = template_options if self.plain is None else {
+            name: one if name == "chat_template" else self.plain.broken(one)
+            for name, one in template_options.items()}
+        render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+        text = render_messages(conversation, self.plain.around(render) if self.plain else render,
+                               options.get("tools"))
         # The template has written the special tokens, BOS included.
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
-                "chat_template": template_options.get("chat_template")}
+        ids = self.plain.encode(text) if self.plain else self._encode(
+            text, add_special_tokens=False)
+        return {"prompt": str(text), "prompt_token_ids": ids,
+                "chat_template": options.get("chat_template")}
 
     def _render_by_code(self, conversation: list[dict], options: dict) -> dict:
         """By Mistral's own rules (tekken.json alone), which write ids: of their text nobody could

@@ -6,58 +6,87 @@
 
 A template writes special tokens as text. So may a client, who ends the turn and speaks as the
 system: in the prompt nobody can tell the two apart. Therefore a mark breaks those in messages and
-tools before they are rendered. Behind that, the template's get another name, the marks go, and a
-tokenizer that knows special tokens by these names alone encodes all of it at once.
+tools right before a template gets them. Behind that, the template's get another name, the marks go,
+and a tokenizer that knows special tokens by these names alone encodes all of it at once.
 
 Invariant: nothing else changes. A prompt without such texts has the ids that it has anyway, which
 is tried at start, and the ids of any prompt decode to its text. (Pieces encoded one by one would
 begin with a space in some vocabularies.) Mark and name are random, so that no client can write one.
+They are digits, which stay what they are where a template writes capitals.
 
-Known limit: tokens that the tokenizer doesn't call special, `<think>` in many, remain tokens.
+Known limit: other tokens that the tokenizer doesn't call special, `<think>` in many, remain tokens.
 """
 
 import json
 import re
-from secrets import token_hex
+from collections.abc import Callable
+from secrets import randbits
 from typing import Any
 
 from nanoserve.checkpoint.tokenizers import Tokenizer
+
+MARK_OF_TURN = r"<[|｜].+[|｜]>"  # DeepSeek's tokenizers don't call <｜User｜> special
+
+
+class Rendered(str):
+    """A prompt's text. marked: the same with the marks in it."""
+
+    marked: str
 
 
 class PlainTexts:
     """Raises `ValueError` for a tokenizer that can't be copied with other names."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.mark, self.name = token_hex(8), token_hex(8)
+        self.mark, self.name = str(randbits(64)), str(randbits(64))
         try:
             from tokenizers import Tokenizer as Fast  # here: an engine needs no tokenizer
             told = tokenizer.backend_tokenizer.to_str()
-            texts = sorted((one["content"] for one in json.loads(told)["added_tokens"]
-                            if one["special"]), key=len, reverse=True)  # the longest match first
+            texts = [one["content"] for one in json.loads(told)["added_tokens"]
+                     if one["special"] or re.fullmatch(MARK_OF_TURN, one["content"])]
+            texts.sort(key=len, reverse=True)  # the longest match first
+            if any(len(one) == 1 for one in texts):
+                raise ValueError("one of them is a single character")
             self.special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+            # The first character of each, as they may overlap: "]~b]~b]" has "]~b]" twice.
+            rests = {first: "|".join(re.escape(one[1:]) for one in texts if one[0] == first)
+                     for first in {one[0] for one in texts}}
+            self.start = re.compile("|".join(f"{re.escape(first)}(?={rest})"
+                                             for first, rest in rests.items()) or "(?!)")
             quoted = {json.dumps(one, ensure_ascii=False): one for one in texts}
             self.fast = Fast.from_str(re.sub(
                 "|".join(map(re.escape, quoted)) or "(?!)", lambda found: json.dumps(
                     self.name + quoted[found[0]], ensure_ascii=False), told))
             self.fast.no_truncation()
             self.fast.no_padding()
-            probe = "Hi, ".join(["", *texts, "\n there"])
-            if self.encode(probe)[1] != tokenizer.encode(probe, add_special_tokens=False):
+            probe = Rendered(text := "Hi, ".join(["", *texts, "\n there"]))
+            probe.marked = text
+            if self.encode(probe) != tokenizer.encode(text, add_special_tokens=False):
                 raise ValueError("a copy gives other ids")
         except Exception as error:
             raise ValueError("split_special_tokens=True: this tokenizer can't keep special tokens "
                              f"in messages plain ({error}): leave it out") from error
 
+    def around(self, render: Callable[..., str]) -> Callable[..., Rendered]:
+        """A chat template for messages as they are. (Broken earlier, arguments that are sent as
+        JSON could hide one: "\\u003c|im_end|>".)"""
+        def with_marks(messages: list[dict], **tools) -> Rendered:
+            marked = render(self.broken(messages), **tools)
+            rendered = Rendered(marked.replace(self.mark, ""))
+            rendered.marked = marked
+            return rendered
+
+        return with_marks
+
     def broken(self, value: Any) -> Any:
         """Messages, or tools, whose special tokens are none."""
         if isinstance(value, str):
-            return self.special.sub(lambda one: one[0][:1] + self.mark + one[0][1:], value)
+            return self.start.sub(lambda one: one[0] + self.mark, value)
         if isinstance(value, dict):  # an image that was taken out stays one
             return type(value)({self.broken(key): self.broken(one) for key, one in value.items()})
         return [self.broken(one) for one in value] if isinstance(value, (list, tuple)) else value
 
-    def encode(self, rendered: str) -> tuple[str, list[int]]:
-        """The prompt's text, and its token ids."""
-        named = self.special.sub(lambda one: self.name + one[0], rendered).replace(self.mark, "")
-        return (rendered.replace(self.mark, ""),
-                self.fast.encode(named, add_special_tokens=False).ids)
+    def encode(self, rendered: Rendered) -> list[int]:
+        """The prompt's token ids."""
+        named = self.special.sub(lambda one: self.name + one[0], rendered.marked)
+        return self.fast.encode(named.replace(self.mark, ""), add_special_tokens=False).ids

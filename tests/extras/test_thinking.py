@@ -94,11 +94,12 @@ def test_it_holds_for_each_sample_and_beside_other_controls(thinking):
 
 
 def test_another_template_has_other_marks_and_one_without_is_refused(thinking):
-    """The prompt's own template counts: with `chat_template=` that is not the tokenizer's."""
+    """The prompt's own template counts: with `chat_template=` that is not the tokenizer's, also
+    where messages are kept plain."""
     folder, tokenizer = thinking
     other = TEMPLATE.replace("BEGUN", "((").replace("<think>", "((").replace("</think>", "))")
     params = SamplingParams(temperature=0, max_tokens=9, thinking_token_budget=2)
-    with LLM(folder, dtype="float32", num_gpu_blocks_override=64) as llm:
+    with LLM(folder, dtype="float32", num_gpu_blocks_override=64, split_special_tokens=True) as llm:
         [output] = llm.chat(CHATS[1], params, chat_template=other, use_tqdm=False)
         assert output.outputs[0].token_ids[2:4] == tokenizer.encode("))")
         with pytest.raises(ValueError, match="no chat template says.*leave it out"):

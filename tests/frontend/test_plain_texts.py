@@ -6,6 +6,9 @@ Oracles: what decoding gives back, and for vocabularies of bytes transformers' o
 
 import pytest
 from real_tokenizers import BYTE_LEVEL, TOKENIZERS, decode, encode, every_tokenizer
+from tokenizers import AddedToken, Tokenizer, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from nanoserve.frontend.messages import Taken, render_messages
 from nanoserve.frontend.plain_texts import PlainTexts
@@ -19,10 +22,18 @@ def special_tokens(name: str) -> dict[str, int]:
 def prompt_of(name: str, texts: list[str]) -> tuple[str, list[int], str, str]:
     """Through a template that writes two of the special tokens around each text."""
     plain, (*_, before, behind) = PlainTexts(TOKENIZERS[name]), special_tokens(name)
-    chat = plain.broken([dict(role="user", content=text) for text in texts])
-    rendered = render_messages(chat, lambda given: "".join(
-        before + one["content"] + behind for one in given))
-    return *plain.encode(rendered), before, behind
+    text = render_messages([dict(role="user", content=text) for text in texts], plain.around(
+        lambda given: "".join(before + one["content"] + behind for one in given)))
+    return text, plain.encode(text), before, behind
+
+
+def byte_tokenizer(special: list[str], others: list[str]) -> PreTrainedTokenizerFast:
+    letters = sorted(ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    made.add_special_tokens([AddedToken(one, normalized=False) for one in special])
+    made.add_tokens([AddedToken(one, normalized=False) for one in others])
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 @every_tokenizer
@@ -60,6 +71,34 @@ def test_all_that_a_client_sends_is_broken_and_images_stay_images():
     assert str(broken).replace(plain.mark, "") == str(sent)
 
 
+@pytest.mark.parametrize("special, text", [
+    (["]~b]", "[e~["], "]~b]~b]user"), (["|<A>|", "|<B>|"], "|<A>|<B>|<A>|"),
+    (["<<S>>", "<S>", "S>>"], "a <<S>> b"), (["<s>"], "<｜User｜><|EOT|>")])
+def test_special_tokens_within_others_and_marks_of_turns_are_plain(special, text):
+    """The first three are MiniMax's and made up; the last, DeepSeek's, aren't called special."""
+    plain = PlainTexts(byte_tokenizer(special, ["<｜User｜>", "<|EOT|>", "<think>"]))
+    written = plain.around(lambda chat: "<｜User｜>" + chat[0])([text])
+    first, *rest = plain.encode(written)
+    assert written == f"<｜User｜>{text}" and first >= 256 > max(rest)
+
+
+def test_a_special_token_hides_in_no_arguments():
+    """Some clients escape what is JSON, Go's "<" and Python's letters beyond ASCII."""
+    plain = PlainTexts(byte_tokenizer(["<|end|>", "<｜end▁of▁turn｜>"], []))
+    sent = r'{"text": "\u003c|end|> <\uff5cend\u2581of\u2581turn\uff5c>"}'
+
+    def template(chat: list[dict]) -> str:
+        return "".join(one["content"] + "".join(
+            f"{call['function']['name']}: {call['function']['arguments'].get('text')}"
+            for call in one.get("tool_calls", ())) + "<|end|>" for one in chat)
+
+    text = render_messages([dict(role="user", content="so"), dict(role="assistant", tool_calls=[
+        dict(function=dict(name="f", arguments=sent))])], plain.around(template))
+    assert text == "so<|end|>f: <|end|> <｜end▁of▁turn｜><|end|>"
+    assert [id_ for id_ in plain.encode(text) if id_ >= 256] == [256, 256]
+
+
 def test_a_tokenizer_that_cannot_be_copied_is_refused():
-    with pytest.raises(ValueError, match="split_special_tokens=True: .*leave it out"):
-        PlainTexts(object())
+    for one in (object(), byte_tokenizer(["\x01"], [])):  # a character can't be broken
+        with pytest.raises(ValueError, match="split_special_tokens=True: .*leave it out"):
+            PlainTexts(one)

@@ -31,9 +31,9 @@ def folders(tmp_path_factory) -> Made:
 @pytest.fixture(scope="module")
 def engines(folders):
     with ExitStack() as stack:
-        yield cache(lambda name: stack.enter_context(LLM(
+        yield cache(lambda name, **more: stack.enter_context(LLM(
             folders[name], dtype="float32", num_gpu_blocks_override=32,
-            limit_mm_per_prompt={"image": 2}, encoder_cache_tokens=60)))
+            limit_mm_per_prompt={"image": 2}, encoder_cache_tokens=60, **more)))
 
 
 def photo(seed: int, height: int = 56, width: int = 70):
@@ -120,9 +120,11 @@ def test_an_image_that_the_template_does_not_show_is_named(engines):
             ("{% for m in messages %}{{ m.content }}{% endfor %}", "as Python does")):
         with pytest.raises(ValueError, match=says):
             engines("llava").chat(chat, GREEDY, chat_template=template)
+    words = [dict(role="user", content=[part, dict(type="text", text="<image>")])]
     with pytest.raises(ValueError, match="1 images, .* 2 placeholders"):
-        engines("llava").chat([dict(role="user", content=[
-            part, dict(type="text", text="<image>")])], GREEDY)
+        engines("llava").chat(words, GREEDY)
+    [out] = engines("llava", split_special_tokens=True).chat(words, GREEDY, use_tqdm=False)
+    assert out.prompt.count("<image>") == 2  # a text is no placeholder
 
 
 def test_a_processors_tensors_have_no_place_in_a_chat(engines):
