@@ -11,7 +11,8 @@ Invariant: whether a token is forced follows from the tokens before it, drafts i
 from the step. So drafts, preemption and other requests change no text.
 
 A grammar goes first: the mark is forced where the grammar has a place for it, as those of tools and
-forms of a chat have. Known limit: a character of several tokens may be cut by the mark.
+forms of a chat have. Known limits: a character of several tokens may be cut by the mark; behind it
+a model may think again where its format has a place for that (gpt-oss's), which is not counted.
 """
 
 import weakref
@@ -60,12 +61,14 @@ class Thought:
         return self
 
     def _ends(self, ids: list[int]) -> bool:
-        """Whether the last token that was read completes the second mark."""
+        """Whether the last token that was read completes the second mark, which may begin in the
+        prompt."""
         end, mark, last = self.num_read, self.marks[1], self.extra.text_of(ids[self.num_read - 1])
         if mark[-1] not in last and "\ufffd" not in last:
             return False
-        begin = max(self.start, end - len(mark.encode()))
-        return mark in self.extra.tokenizer.decode(ids[begin:end])
+        begin = max(0, end - len(mark.encode()))
+        before, now = (self.extra.tokenizer.decode(ids[begin:at]) for at in (end - 1, end))
+        return now.count(mark) > before.count(mark)
 
     def num_over(self, num_tokens: int) -> int:
         """How many of the sequence's tokens are beyond the budget; negative: so many may come."""
@@ -80,9 +83,8 @@ class Thought:
         here = copy(self).read(ids)
         if here.num_over(len(ids)) < 0:
             return mask
-        # So much of the mark has been written, by the model itself perhaps.
-        done = max(n for n in range(min(len(ids) - here.start, len(self.closing) - 1) + 1)
-                   if ids[len(ids) - n:] == self.closing[:n])
+        # So much of the mark has been written, by the model itself perhaps, or in the prompt.
+        done = max(n for n in range(len(self.closing)) if ids[len(ids) - n:] == self.closing[:n])
         byte, bit = divmod(self.closing[done], 8)
         if mask is not None and not mask[byte] >> bit & 1:
             return mask

@@ -114,13 +114,16 @@ def test_another_template_has_other_marks_and_one_without_is_refused(thinking):
 
 @pytest.mark.parametrize(("text", "where"), [
     ("<think>abcd", [9, 10, 11]), ("\n <think>\nabc", [11, 12, 13]), ("so <think>abcd", []),
-    ("<think>ab</think>cdefgh", [*range(9, 17)]), ("<thunk><think>abcd", []), ("<thin", [])])
+    ("<think>ab</think>cdefgh", [*range(9, 17)]), ("<thunk><think>abcd", []), ("<thin", []),
+    ("<think>ab</thi|nk>cdefgh", [16]), ("</think><think>|abcd", [17, 18, 19])])
 def test_where_the_budget_of_a_thought_ends(text, where):
     """Behind two tokens, which are characters here; the mark itself may be written then. A mark
-    within an answer, a call's argument say, begins no thought."""
+    within an answer, a call's argument say, begins no thought. |: the prompt ends."""
     letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
     extra = SimpleNamespace(tokenizer=letters, text_of=chr)
-    thought, ids = Thought(extra, 2, ("<think>", "</think>"), [], False), [*map(ord, text)]
+    prompt, _, _ = text.rpartition("|")
+    thought, ids = Thought(extra, 2, ("<think>", "</think>"), [], bool(prompt), False, len(prompt),
+                           len(prompt)), [*map(ord, text.replace("|", ""))]
     found = [end for end in range(len(ids) + 1) if copy(thought).read(ids[:end]).num_over(end) >= 0]
     for end in range(len(ids) + 1):  # the same token by token
         assert (thought.read(ids[:end]).num_over(end) >= 0) == (end in found)
