@@ -58,11 +58,12 @@ def method_of(llm: Any, name: str) -> Callable:
     return missing
 
 
-def as_folder(model: Any) -> Any:
-    """The folder of a GGUF file, which is made once; whatever else is named stays as it is."""
+def as_folder(model: Any, args: Any) -> Any:
+    """The folder of a GGUF file, which is made once, in as few bits as the engine wants; whatever
+    else is named stays as it is."""
     if not str(model).endswith(".gguf") or Path(model).expanduser().is_dir():
         return model
-    return find("tools.convert.kept")(model)
+    return find("tools.convert.kept")(model, args.quantization)
 
 
 def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any, list]:

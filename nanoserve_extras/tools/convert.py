@@ -1,23 +1,25 @@
-"""A GGUF file becomes a folder that this engine serves: config, tokenizer, and plain weights.
+"""A GGUF file becomes a folder that this engine serves: config, tokenizer, and weights.
 
     nanoserve convert Qwen3-0.6B-Q8_0.gguf Qwen3-0.6B      then: nanoserve serve Qwen3-0.6B
     LLM("Qwen3-0.6B-Q8_0.gguf")                            the same, once, in the cache folder
+    ... --quantization int4, LLM(..., quantization="int4") the matrices of layers in 4 bits
 
 GGUF (llama.cpp's format) is one file with metadata, a tokenizer, and weights in small blocks, each
-with a scale. transformers names the network's class, and multiplies the blocks out; what the
-metadata says is read in gguf_entries.py. What comes out is rounded a second time, to bfloat16; the
-last line says how much that changes.
+with a scale. What the metadata says is read in gguf_entries.py, the weights in gguf_weights.py, the
+tokenizer by transformers. What comes out is rounded a second time, to bfloat16, or to few bits as
+compressed-tensors stores them; the last line says how much that changes.
 
 Invariants: the folder is there whole, or not at all. Every number of the file is in the network,
 and every entry of its metadata is known. A network that the engine would refuse is refused before
-weights are read, and before the folder has its name the engine has written a text from it, which is
-that of transformers.
+weights are read. Where both fit into half of the free memory in float32, the engine has written a
+text from the folder before it has its name, which is that of transformers. In memory are no more
+than a tensor as it is written and the shard before it.
 
-Confessed: all weights are in memory in float32. llama.cpp computes with blocks as they are: some
-thirty kinds, each with products of its own.
+llama.cpp computes with blocks as they are: some thirty kinds, each with products of its own.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -29,27 +31,33 @@ from tempfile import TemporaryDirectory
 
 import torch
 import transformers
+from safetensors.torch import save_file
+from tqdm import tqdm
 
 import nanoserve
 from nanoserve.device.build import cache_folder, digest
+from nanoserve.device.memory import free_cpu_memory
 from nanoserve.frontend.progress import say
 from nanoserve.llm import read_model
 from nanoserve_extras.engine_args import EngineArgs
+from nanoserve_extras.quantization.quantized_linear import GROUP
 from nanoserve_extras.tools.gguf_entries import (
     check_names,
     mend_tokenizer,
     read_generation,
     read_network,
 )
+from nanoserve_extras.tools.gguf_weights import FAMILIES, Source, rounded, sources
 from nanoserve_extras.tools.verify import BATCHED, NEAR_TIE, run_mode, write_reference
 
-THEIRS = f"transformers {transformers.__version__}"
-PACKAGES = ("gguf", "accelerate")  # transformers asks for both
+PACKAGES = ("gguf",)
 DTYPES = ("bfloat16", "float16", "float32")
+BITS = ("int8", "int4")
 LAST = 2 ** 20  # bytes that tell a file's numbers from those of another of its size
+SHARD = 2 ** 28  # bytes of weights that wait to be written
 
 
-def convert(file: Path, folder: Path, dtype: str) -> None:
+def convert(file: Path, folder: Path, dtype: str, quantization: str | None = None) -> None:
     """Write the folder, and print what came out. Raises `ValueError` for what can't be converted,
     naming the remedy."""
     check(file, folder)
@@ -58,48 +66,51 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
         reader = GGUFReader(file)
         entries = {name: field.contents() for name, field in reader.fields.items()}
         others = check_names(entries)
-    factors = {one.name: one.data for one in reader.tensors if one.name.startswith("rope_")}
-    config = read_config(file, entries, factors)
-    model, tokenizer = read_weights(file, config)
-    with refusing(str(file)):
+        factors = {one.name: one.data for one in reader.tensors if one.name.startswith("rope_")}
+        tensors = [one for one in reader.tensors if one.name not in factors]
+        network = read_network_of(entries, tensors, factors, dtype)
+        found = sources(tensors, entries["general.architecture"], network)
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+            file.parent, gguf_file=file.name)
         mend_tokenizer(tokenizer, entries)
-        check_whole([one for one in reader.tensors if one.name not in factors], entries, model)
-    loss = rounding_loss(model, getattr(torch, dtype))
-    with torch.device("meta"):  # the same without what transformers keeps of a GGUF file
-        plain = type(model)(config)
-    plain.load_state_dict(model.to(getattr(torch, dtype)).state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config.update(**read_generation(entries))
+    with TemporaryDirectory() as work:
+        network.config.save_pretrained(work)
+        read_model(EngineArgs(model=work), Path(work))  # the engine must be able to serve it
+    network.generation_config.update(**read_generation(entries))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as work:
-        made, needed = Path(work, folder.name), sum(p.nbytes for p in plain.parameters())
-        free = disk_usage(work).free
+        made, free = Path(work, folder.name), disk_usage(work).free
+        made.mkdir()
         try:
-            plain.save_pretrained(made)
+            loss = write_weights(made, found, getattr(torch, dtype), quantization, network.config)
+            network.config.save_pretrained(made)
+            network.generation_config.save_pretrained(made)
             tokenizer.save_pretrained(made)
         except Exception as error:  # a full disk: each library raises another
-            raise ValueError(f"{folder} can't be written: {error}; {needed:,} bytes are needed, "
-                             f"{free:,} are free: make room, or name another folder") from error
-        name = type(plain).__name__
-        del model, plain
-        probe(made)
+            raise ValueError(f"{folder} can't be written: {error}; {free:,} bytes were free: make "
+                             "room, or name another folder") from error
+        size = sum(p.numel() for p in network.parameters())
+        if quantization is None and 16 * size < free_cpu_memory():
+            probe(made)
         made.replace(folder)
     if others:
         print(f"Passed over: {', '.join(others)}")
     size = sum(one.stat().st_size for one in folder.iterdir())
-    print(f"{folder}: {name}, {size / 1e6:,.1f} MB in {dtype}, of "
-          f"{file.stat().st_size / 1e6:,.1f} MB in {file.name}")
+    print(f"{folder}: {type(network).__name__}, {size / 1e6:,.1f} MB in {quantization or dtype}, "
+          f"of {file.stat().st_size / 1e6:,.1f} MB in {file.name}")
     print(f"What rounding the file's numbers once more changes, relative to them: {loss:.2%}")
 
 
-def kept(model: str | Path) -> Path:
+def kept(model: str | Path, quantization: str | None = None) -> Path:
     """The folder that a file was converted into, or is now. A file of another content, by its size,
     time and last numbers, is another one; so is it after an upgrade, which may have mended a
-    conversion. Raises `ValueError` for what can't be converted."""
+    conversion. quantization: the engine's; its bits are the folder's. Raises `ValueError` for what
+    can't be converted."""
     file, cache = Path(model).expanduser(), cache_folder()
     if not file.is_file():
         raise ValueError(f"model={str(model)!r}: there is no such file")
     remedy = f"nanoserve convert {file.name} FOLDER, and name the folder"
+    bits = quantization if quantization in BITS else None
     if cache is None:
         raise ValueError(f"model={str(model)!r}: there is no cache folder of this user's own to "
                          f"convert it into: {remedy}")
@@ -109,14 +120,14 @@ def kept(model: str | Path) -> Path:
         last = opened.read()
     about = digest(last + repr((status.st_size, status.st_mtime_ns, transformers.__version__,
                                 nanoserve.__version__)).encode())
-    folder = cache / "gguf" / f"{file.stem}-{about}"
+    folder = cache / "gguf" / f"{file.stem}{f'-{bits}' if bits else ''}-{about}"
     if not folder.exists():
         say(f"{file.name} is converted into {folder}, once. For another dtype or place: {remedy}")
         verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
         try:
             with redirect_stdout(sys.stderr):
-                convert(file, folder, DTYPES[0])
+                convert(file, folder, DTYPES[0], bits)
         except OSError as error:
             if not folder.exists():  # else another process was faster
                 raise ValueError(f"model={str(model)!r} can't be converted into {folder}: {error}: "
@@ -136,47 +147,32 @@ def check(file: Path, folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and not an empty folder: name another")
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ValueError(f"converting needs {' and '.join(missing)}: pip install "
+        raise ValueError(f"converting needs {missing[0]}: pip install "
                          "'nanoserve[gguf]', or in a clone pip install -e '.[gguf]'")
-    if not hasattr(transformers, "GgufConfig"):
+    if find_spec("transformers.integrations.gguf") is None:
         raise ValueError(f"converting needs transformers 5.23, here is {transformers.__version__}")
 
 
-def read_config(file: Path, entries: dict, factors: dict) -> transformers.PreTrainedConfig:
-    """What the metadata says, for the class that transformers has. The engine must be able to serve
-    it."""
-    with refusing(f"{file}: {THEIRS} can't read it"):
-        base, _ = transformers.PreTrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
-        kind = transformers.CONFIG_MAPPING[base["model_type"]]
-    with refusing(str(file)):
-        config = kind(**read_network(entries, base, kind(), factors))
-    if config.architectures is None:
-        known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        config.architectures = [getattr(known, "__name__", "a model that does not generate")]
-    with TemporaryDirectory() as work:
-        config.save_pretrained(work)
-        read_model(EngineArgs(model=work), Path(work))
-    return config
-
-
-def read_weights(file: Path, config: transformers.PreTrainedConfig,
-                 ) -> tuple[torch.nn.Module, transformers.PreTrainedTokenizerBase]:
-    with refusing(f"{file}: {THEIRS} can't load it"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            file.parent, gguf_file=file.name, trust_remote_code=False)
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, config=config, dtype=torch.float32,
-            quantization_config=transformers.GgufConfig(dequantize=True),
-            output_loading_info=True, ignore_mismatched_sizes=True)  # they are named below
-    for name, stored, meant in found.pop("mismatched_keys"):
-        raise ValueError(f"{file}: {name} has {list(stored)} numbers, and {list(meant)} by the "
-                         "metadata: take another file")
-    for what, names in found.items():
-        if names:
-            named = ", ".join(sorted(names)[:5])
-            raise ValueError(f"{file}: {what.replace('_', ' ')} {named}. If it is one part of "
-                             "several, join them: llama-gguf-split --merge")
-    return model, tokenizer
+def read_network_of(entries: dict, tensors: list, factors: dict, dtype: str) -> torch.nn.Module:
+    """transformers' network, on "meta", as the metadata says."""
+    arch = entries.get("general.architecture")
+    if arch not in FAMILIES:
+        raise ValueError(f"architecture {arch} is not supported, but {', '.join(FAMILIES)}")
+    family = FAMILIES[arch]
+    if arch == "mistral3" and f"{arch}.attention.temperature_scale" not in entries:
+        family = FAMILIES["llama"]  # Mistral Small 3
+    kind = transformers.CONFIG_MAPPING[family.model_type]
+    config = kind(**family.said | read_network(
+        entries, {one.name for one in tensors}, kind(), factors), dtype=dtype)
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(network).__name__]
+    turned = entries.get(f"{arch}.rope.dimension_count")
+    for name, waves in network.named_buffers():
+        if turned and name.endswith("inv_freq") and 2 * len(waves) != turned:
+            raise ValueError(f"{arch}.rope.dimension_count={turned}, but the class turns "
+                             f"{2 * len(waves)}")
+    return network
 
 
 @contextmanager
@@ -188,21 +184,42 @@ def refusing(words: str) -> Iterator[None]:
         raise ValueError(f"{words}: {error}; use the checkpoint in safetensors") from error
 
 
-def check_whole(tensors: list, entries: dict, model: torch.nn.Module) -> None:
-    """Raises `ValueError` if the file has numbers that nobody asked for, or if RoPE turns another
-    part of each head than it says. Layers that only draft (nextn) are left out."""
-    arch, layers = entries["general.architecture"], model.config.num_hidden_layers
-    drafts = {f"blk.{i}" for i in range(layers, entries[f"{arch}.block_count"])}
-    stored = sum(int(one.n_elements) for one in tensors
-                 if ".".join(one.name.split(".")[:2]) not in drafts)
-    read = sum(p.numel() for p in model.parameters())
-    if stored != read:
-        raise ValueError(f"{THEIRS} reads {read:,} numbers of {stored:,}")
-    turned = entries.get(f"{arch}.rope.dimension_count")
-    for name, waves in model.named_buffers():
-        if turned and name.endswith("inv_freq") and 2 * len(waves) != turned:
-            raise ValueError(f"{arch}.rope.dimension_count={turned}, but the class turns "
-                             f"{2 * len(waves)}")
+def write_weights(folder: Path, found: list[Source], dtype: torch.dtype,
+                  quantization: str | None, config: transformers.PreTrainedConfig) -> float:
+    """All tensors, in shards, with an index. Returns the root of the mean squared change of all
+    numbers, relative to them. The config is told of few bits."""
+    squares, files = torch.zeros(2, dtype=torch.float64), {}
+    for number, shard in enumerate(shards(found, dtype, quantization, squares)):
+        save_file(shard, folder / f"model-{number:05}.safetensors", {"format": "pt"})
+        files |= dict.fromkeys(shard, f"model-{number:05}.safetensors")
+    if len(shard) == len(files):
+        Path(folder, *{*files.values()}).replace(folder / "model.safetensors")
+    else:
+        Path(folder, "model.safetensors.index.json").write_text(json.dumps(
+            {"metadata": {}, "weight_map": files}))
+    if quantization is not None:
+        is_4 = quantization == "int4"
+        weights = dict(type="int", num_bits=4 if is_4 else 8, symmetric=not is_4, dynamic=False,
+                       strategy="group" if is_4 else "channel", group_size=GROUP if is_4 else None)
+        config.quantization_config = dict(
+            quant_method="compressed-tensors", format="pack-quantized" if is_4 else "int-quantized",
+            config_groups={"group_0": dict(targets=["Linear"], weights=weights)},
+            ignore=[name.removesuffix(".weight") for one in found for name in one.names
+                    if len(one.shape) == 2 and not one.can_be_rounded])
+    return float(squares[0] / squares[1]) ** 0.5
+
+
+def shards(found: list[Source], dtype: torch.dtype, quantization: str | None,
+           squares: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors by their names, some hundred MB at a time. squares: see `rounded`."""
+    waiting: dict[str, torch.Tensor] = {}
+    for one in tqdm(found, desc="Converting", unit="tensor", disable=None, leave=False):
+        for name, stored in one.matrices():
+            waiting |= rounded(one, name, stored, dtype, quantization, squares)
+            if sum(tensor.nbytes for tensor in waiting.values()) >= SHARD:
+                yield waiting
+                waiting = {}
+    yield waiting
 
 
 def probe(folder: Path) -> None:
@@ -219,15 +236,6 @@ def probe(folder: Path) -> None:
         raise ValueError(f"the engine writes another text than transformers: {row.differ[0]}")
 
 
-def rounding_loss(model: torch.nn.Module, dtype: torch.dtype) -> float:
-    """The root of the mean squared change of all matrices, relative to them."""
-    changed = total = 0.0
-    for weight in (p.data for p in model.parameters() if p.dim() > 1):
-        changed += float((weight.to(dtype).float() - weight).square().sum())
-        total += float(weight.square().sum())
-    return (changed / total) ** 0.5
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="nanoserve convert",
@@ -236,10 +244,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one, or an empty one")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights in the "
                         "folder; default: bfloat16")
+    parser.add_argument("--quantization", choices=BITS, help="round the matrices of layers")
     args = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
     try:
-        convert(args.file, args.folder, args.dtype)
+        convert(args.file, args.folder, args.dtype, args.quantization)
     except (ValueError, OSError) as error:
         print(f"convert: error: {error}", file=sys.stderr)
         return 2

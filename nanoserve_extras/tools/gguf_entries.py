@@ -3,8 +3,8 @@
     qwen3.rope.freq_base = 1000000     ──►  "rope_parameters": {"rope_theta": 1000000, ...}
     tokenizer.ggml.eot_token_id = 258  ──►  "eos_token_id": [256, 258]
 
-transformers reads some entries of each architecture, and the defaults of its classes stand in for
-the others. So all are read here, by one table for all architectures: a name means the same in each.
+All are read by one table, for a name means the same in each architecture. (What transformers passes
+over gets the defaults of its classes.)
 
 Invariant: an entry that is not known, or that the network's class has no field for, is an error.
 What a file leaves out has llama.cpp's default and not the class's.
@@ -12,10 +12,10 @@ What a file leaves out has llama.cpp's default and not the class's.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import Regex, decoders, pre_tokenizers
 from transformers import LlamaConfig
 
 from nanoserve.checkpoint.rope import make_rope
@@ -35,21 +35,25 @@ FIELDS = {
     "use_parallel_residual": "use_parallel_residual", "expert_weights_norm": "norm_topk_prob",
     "expert_count": "num_experts num_local_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "leading_dense_block_count": "num_dense_layers", "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling", "shortconv.l_cache": "conv_L_cache",
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_value_head_dim"}
 NEEDED = ("block_count", "context_length", "embedding_length", "attention.head_count")
+BY_TENSOR = {"attention_bias": "attn_q.bias", "conv_bias": "shortconv.in_proj.bias"}
 # What needs no field: sizes that tensors show (of others they would not fit), what is 0, or as
 # always.
 SHOWN = ("attention.head_count_kv", "attention.key_length", "attention.value_length",
          "feed_forward_length")
 OFF = re.compile("attention.(sliding_window|max_alibi_bias|clamp_kqv|scale)|.*logit_softcapping|"
                  "expert_.*(count|scale|func)|leading_dense_block_count|logit_scale|pooling_type")
-AS_ALWAYS = {"attention.causal": True, "expert_gating_func": 1, "expert_weights_scale": 1.0}
+AS_ALWAYS = {"attention.causal": True, "expert_weights_scale": 1.0}
 ROPE = re.compile(r"rope\.(freq_base(_swa)?|dimension_count|scale_linear|scaling\.(type|factor|"
                   "attn_factor|original_context_length|finetuned|"
-                  "yarn_(attn_factor|beta_fast|beta_slow)))")
-# Of hybrids alone, whose entries transformers reads one by one.
-HYBRID = re.compile("(lfm2|qwen35|qwen35moe) (shortconv.l_cache|full_attention_interval|ssm.(state_"
-                    "size|conv_kernel|group_count|time_step_rank|inner_size)|rope.dimension_sections)")
+                  "yarn_(attn_factor|log_multiplier|beta_fast|beta_slow)))")
 TOKENIZER = re.compile(
     r"tokenizer\.(ggml\.(model|pre|tokens|token_type|scores|merges|add_((bos|eos)_token|space_prefix)|"
     "(bos|eos|eot|eom|unknown|seperator|padding|mask|cls|fim_...|prefix|suffix|middle)_token_id)|"
@@ -67,6 +71,7 @@ ENDS = set("""<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|call
 AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0",
              "lfm2", "jina-v5-nano", "tekken"}
+AS_LLAMA3S_SPLIT = {"glm4", "chatglm-bpe"}
 # As GPT-2, behind a cut around each digit.
 BY_DIGITS = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"}
 
@@ -91,14 +96,20 @@ def check_names(entries: dict) -> list[str]:
             and name.startswith(("general.sampling.", "tokenizer.chat_template."))]
 
 
-def read_network(entries: dict, base: dict, usual: object, factors: dict) -> dict:
-    """The fields of the network's config. base: what transformers makes of the file; usual: the
-    class's config, with its defaults; factors: RoPE's tensors.
+def read_network(entries: dict, names: Container[str], usual: object, factors: dict) -> dict:
+    """The fields of the network's config. names: of the file's tensors; usual: the class's config,
+    with its defaults; factors: RoPE's tensors.
 
     Raises `ValueError` naming the entry and its value for what the class has no place for.
     """
     arch, fields = entries["general.architecture"], {}
     known = usual.to_dict().keys() | usual.attribute_map.keys()
+    base = dict(vocab_size=len(entries["tokenizer.ggml.tokens"]),
+                tie_word_embeddings="output.weight" not in names)
+    for field, tensor in BY_TENSOR.items():
+        if field in known:
+            base[field] = any(f"blk.{i}.{tensor}" in names for i in range(
+                entries.get(f"{arch}.block_count", 0)))
     said = {name.removeprefix(f"{arch}."): value for name, value in entries.items()
             if name.startswith(f"{arch}.")}
 
@@ -109,20 +120,36 @@ def read_network(entries: dict, base: dict, usual: object, factors: dict) -> dic
     for name in (*NEEDED, *(norms or ["attention.layer_norm_rms_epsilon"])):
         if name not in said:
             refuse(name, "every network has it")
+    sections = said.pop("rope.dimension_sections", None)
     for name, value in said.items():
-        if isinstance(value, list) and not HYBRID.fullmatch(f"{arch} {name}"):
-            if len(set(value) - {0}) != 1:  # 0: a layer that does not attend (LFM2)
+        if isinstance(value, list):
+            if len(set(value) - {0}) != 1:
+                refuse(name, "layers differ in it")
+            if name == "attention.head_count_kv" and arch.startswith("lfm2"):  # 0: it convolves
+                base["layer_types"] = ["full_attention" if one else "conv" for one in value]
+            elif 0 in value:
                 refuse(name, "layers differ in it")
             said[name] = max(value)
+    if "ssm.inner_size" in said:
+        said["ssm.inner_size"] //= said["ssm.time_step_rank"]
     heads, hidden = said["attention.head_count"], said["embedding_length"]
     said = {"attention.head_count_kv": heads, "attention.key_length": hidden // heads,
             "attention.sliding_window": 4096 * (arch == "gemma2")} | said
     said["block_count"] -= said.pop("nextn_predict_layers", 0)  # drafts' layers are left out
+    if (interval := said.pop("full_attention_interval", None)) is not None:
+        base["layer_types"] = ["linear_attention" if (i + 1) % interval else "full_attention"
+                               for i in range(said["block_count"])]
+    if arch == "granite":
+        said.setdefault("attention.scale", (hidden // heads) ** -0.5)
+        if not said.get("rope.scaling.finetuned", True):
+            refuse("rope.scaling.finetuned", "it leaves RoPE out")
+    beta = said.pop("attention.temperature_scale", None) if arch == "mistral3" else None
     for name, value in said.items():
-        if HYBRID.fullmatch(f"{arch} {name}") or (
-                "rope_parameters" in known and ROPE.fullmatch(name)):
+        if "rope_parameters" in known and ROPE.fullmatch(name):
             continue
         value = None if OFF.fullmatch(name) and not value else value
+        if name == "expert_gating_func" and value == 1 + (arch == "lfm2moe"):  # softmax, sigmoid
+            continue
         names = FIELDS.get(name, "").split()
         field = next((one for one in names if one in known), None)
         if names == ["head_dim"] and value != hidden // heads:
@@ -147,10 +174,13 @@ def read_network(entries: dict, base: dict, usual: object, factors: dict) -> dic
             rope = dict(full_attention=rope, sliding_attention=local)
         elif "rope.freq_base_swa" in said and local["rope_theta"] != rope["rope_theta"]:
             refuse("rope.freq_base_swa", "the class has one base for all layers")
-        fields["rope_parameters"] = (base.get("rope_parameters") or {}) | rope
+        if sections:  # padded to four with 0
+            rope |= dict(mrope_section=[n for n in sections if n], mrope_interleaved=True)
+        fields["rope_parameters"] = rope if beta is None else rope | dict(
+            llama_4_scaling_beta=beta)
     for ours, theirs in dict(bos="bos", eos="eos", pad="padding").items():
         fields[f"{ours}_token_id"] = entries.get(f"tokenizer.ggml.{theirs}_token_id")
-    return {k: v for k, v in base.items() if k not in ("rope_theta", "rope_scaling")} | fields
+    return base | fields
 
 
 def read_rope(said: dict, head_dim: int, factors: dict, refuse: Callable) -> dict:
@@ -177,7 +207,8 @@ def read_rope(said: dict, head_dim: int, factors: dict, refuse: Callable) -> dic
                 rope_type="yarn", factor=factor, original_max_position_embeddings=trained,
                 beta_fast=said.get("rope.scaling.yarn_beta_fast", 32.0),
                 beta_slow=said.get("rope.scaling.yarn_beta_slow", 1.0),
-                attention_factor=sharp * (0.1 * math.log(factor) + 1))
+                attention_factor=sharp * (0.1 * math.log(factor) + 1) / (
+                    0.1 * said.get("rope.scaling.yarn_log_multiplier", 0) * math.log(factor) + 1))
         case ("linear",) if sharp == 1:
             return rope | dict(rope_type="linear", factor=factor)
         case ("none",) if sharp == 1:
@@ -231,6 +262,10 @@ def mend_tokenizer(tokenizer, entries: dict) -> None:
         backend.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif kind == "gpt2" and pre in AS_LLAMA3S_SPLIT:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["llama3"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     elif kind == "gpt2" and pre not in {*GGUF_PRE_TOKENIZER_SPLITS, *AS_GPT2}:
         raise ValueError(f"tokenizer.ggml.pre={pre!r}: nobody here knows how it splits text")
     if kind == "gpt2" and pre in AS_LLAMA3:

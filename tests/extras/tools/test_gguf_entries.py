@@ -33,15 +33,49 @@ LAYERS = {
         "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm"},
     "starcoder2": ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    "nemotron": ATTENTION | GATED,
     "phi3": {"attn_norm": "input_layernorm", "attn_qkv": "self_attn.qkv_proj",
              "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
              "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
-    "nemotron": ATTENTION | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}}
+    "glm4": ATTENTION | {"post_attention_norm": "post_self_attn_layernorm",
+                         "post_ffw_norm": "post_mlp_layernorm",
+                         "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}}
+PAIRS = ("llama", "mistral3", "granite", "smollm3")  # llama.cpp turns neighbours
+LAYERS |= dict.fromkeys(PAIRS, ATTENTION | GATED)
+LAYERS["olmo2"] = {name: ours for name, ours in (ATTENTION | GATED | NORMS).items()
+                   if name not in ("attn_norm", "ffn_norm")} | {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm"}
+LAYERS["qwen35"] = ATTENTION | GATED | NORMS | {
+    "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias"}
+del LAYERS["qwen35"]["ffn_norm"]
+LAYERS["qwen35moe"] = LAYERS["qwen35"] | {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_exps": "mlp.experts.gate_up_proj",
+    "ffn_up_exps": "mlp.experts.gate_up_proj"} | {
+    f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")}
+LAYERS["lfm2"] = {name: ours for name, ours in ATTENTION.items()} | {
+    "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj"}
+LAYERS["lfm2moe"] = LAYERS["lfm2"] | {
+    "ffn_gate_inp": "feed_forward.gate", "exp_probs_b": "feed_forward.expert_bias",
+    "ffn_down_exps": "feed_forward.experts.down_proj",
+    "ffn_gate_exps": "feed_forward.experts.gate_up_proj",
+    "ffn_up_exps": "feed_forward.experts.gate_up_proj"}
+ENDS = {"ssm_a": "", "ssm_dt": ".bias", "exp_probs_b": ".bias"}  # else .weight
 LAYERS["gemma2"] = {name: ours for name, ours in LAYERS["gemma3"].items() if name not in NORMS}
 LAYERS["qwen3moe"] = ATTENTION | NORMS | {
     "ffn_gate_inp": "mlp.gate", "ffn_down_exps": "mlp.experts.down_proj",
     "ffn_gate_exps": "mlp.experts.gate_up_proj", "ffn_up_exps": "mlp.experts.gate_up_proj"}
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+       "token_embd_norm": "model.embedding_norm"}
 TOKENS = sorted(ByteLevel.alphabet()) + ["<s>", "</s>", "<|im_end|>", "<pad>", "ab"]
 
 
@@ -50,20 +84,37 @@ def network(kind: str, **options) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SIZES | options)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    for name, p in model.named_parameters():
-        if p.dim() == 1 or "experts" in name:
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
+        if (p.dim() == 1 and "inv_freq" not in name) or "experts" in name:
             torch.nn.init.normal_(p, std=0.3)
     return model
 
 
 def stored(arch: str, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """As llama.cpp stores it: RoPE's pairs of Llama are neighbours, norms of 1 + w are whole."""
-    if arch == "llama" and name in ("attn_q", "attn_k"):
+    """As llama.cpp stores it: RoPE's pairs of Llama are neighbours, norms of 1 + w are whole; the
+    value heads of Qwen 3.5 (4, two for each key) stand by turns."""
+    if arch in PAIRS and name in ("attn_q", "attn_k"):
         heads = SAID["attention.head_count" + "_kv" * (name == "attn_k")]
         return weight.view(heads, 2, -1, 32).transpose(1, 2).reshape(weight.shape)
     if name in ("ffn_gate_exps", "ffn_up_exps"):
         return weight.chunk(2, dim=1)[name == "ffn_up_exps"]
-    return weight + 1 if arch in ("gemma2", "gemma3", "nemotron") and "norm" in name else weight
+    if name in ("ssm_conv1d", "conv", "ffn_gate_inp_shexp"):
+        weight = weight.squeeze(0 if name == "ffn_gate_inp_shexp" else 1)
+    weight = -weight.exp() if name == "ssm_a" else weight
+    if name == "ssm_out":
+        return turned(weight.T).T
+    if name in ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta", "attn_gate"):
+        return turned(weight)
+    if name in ("attn_qkv", "ssm_conv1d") and arch.startswith("qwen35"):
+        return torch.cat([weight[:32], turned(weight[32:])])
+    raised = arch in ("gemma2", "gemma3", "qwen35", "qwen35moe")
+    return weight + 1 if raised and "norm" in name and name != "ssm_norm" else weight
+
+
+def turned(rows: torch.Tensor) -> torch.Tensor:
+    """Those of value heads 0 and 1 of key 0, and of key 1: 0, 2, 1, 3."""
+    a, b, c, d = rows.chunk(4)
+    return torch.cat([a, c, b, d])
 
 
 def write(path, arch: str, model, said: dict, tensors=(), **tokenizer) -> None:
@@ -87,8 +138,10 @@ def write(path, arch: str, model, said: dict, tensors=(), **tokenizer) -> None:
         for end in ("", ".weight", ".bias"):
             if ours + end in state and not (
                     name == "output" and model.config.tie_word_embeddings):
-                weight = stored(arch, name.split(".")[-1], state[ours + end])
-                writer.add_tensor(name + (end or ".weight"), weight.contiguous().numpy())
+                kind = name.split(".")[-1]
+                weight = stored(arch, kind, state[ours + end])
+                writer.add_tensor(name + (end or ENDS.get(kind, ".weight")),
+                                  weight.contiguous().numpy())
     for name, tensor in dict(tensors).items():
         writer.add_tensor(name, torch.tensor(tensor).numpy())
     writer.write_header_to_file()
@@ -116,7 +169,45 @@ WINDOW = {"attention.sliding_window": 8}
 HEADS = {"attention.key_length": 16, "attention.value_length": 16}
 GEMMA = dict(head_dim=16, sliding_window=8, tie_word_embeddings=True)
 LAYERNORM = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-3}
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24}
+STATES = HEADS | {
+    "full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2,
+    "ssm.time_step_rank": 4, "ssm.inner_size": 32, "rope.freq_base": 1e7,
+    "rope.dimension_sections": [2, 1, 1, 0], "rope.dimension_count": 8}
+QWEN35 = rope(1e7, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
+QWEN35 |= dict(
+    head_dim=16, full_attention_interval=2, linear_conv_kernel_dim=4, linear_key_head_dim=8,
+    linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
+CONVOLVED = {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3}
+LFM2 = rope(1e4) | dict(layer_types=["conv", "full_attention"], conv_L_cache=3, norm_eps=1e-3,
+                        tie_word_embeddings=True)
+MISTRAL3 = YARN | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1,
+                   "rope.scaling.original_context_length": 16}
 ROWS = {
+    "mistral3": ("mistral3", "ministral3", MISTRAL3 | HEADS, rope(
+        1e6, "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0,
+        mscale_all_dim=1.0, llama_4_scaling_beta=0.1) | dict(head_dim=16)),
+    "mistral3 without a temperature": ("mistral3", "llama", HEADS, rope(1e4) | dict(
+        head_dim=16)),
+    "granite": ("granite", "granite", {
+        "attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0},
+        rope(1e4) | dict(attention_multiplier=0.2, embedding_multiplier=3.0,
+                         residual_multiplier=0.5, logits_scaling=4.0)),
+    "smollm3, whose every fourth layer has no RoPE": (
+        "smollm3", "smollm3", {"block_count": 4}, rope(1e4) | dict(num_hidden_layers=4)),
+    "glm4": ("glm4", "glm4", {"rope.dimension_count": 4}, rope(
+        1e4, partial_rotary_factor=0.5) | dict(head_dim=8, attention_bias=True)),
+    "olmo2": ("olmo2", "olmo2", {}, rope(1e4)),
+    "qwen35, with a layer that drafts": (
+        "qwen35", "qwen3_5_text", STATES | {"block_count": 3, "nextn_predict_layers": 1}, QWEN35),
+    "qwen35moe": ("qwen35moe", "qwen3_5_moe_text", STATES | EXPERTS | {
+        "expert_shared_feed_forward_length": 40, "feed_forward_length": None}, QWEN35 | dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        shared_expert_intermediate_size=40)),
+    "lfm2": ("lfm2", "lfm2", CONVOLVED, LFM2 | dict(block_auto_adjust_ff_dim=False)),
+    "lfm2moe": ("lfm2moe", "lfm2_moe", CONVOLVED | EXPERTS | {
+        "leading_dense_block_count": 1, "expert_gating_func": 2}, LFM2 | dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1)),
     "llama's own base": ("llama", "llama", {}, rope(1e4)),
     "linear": ("llama", "llama", LINEAR, rope(1e4, "linear", factor=8.0)),
     "an old linear": ("llama", "llama", {"rope.scale_linear": 8.0},
@@ -152,10 +243,16 @@ ROWS = {
 def test_the_network_is_the_one_that_the_entries_mean(tmp_path, row):
     arch, kind, said, options = ROWS[row]
     model, ids = network(kind, **options), torch.arange(40)[None] * 7 % 250
-    folder = converted(tmp_path, arch, model, said)
+    drafts = {"blk.2.nextn.eh_proj.weight": [[1.0] * 64] * 32} if "drafts" in row else {}
+    folder = converted(tmp_path, arch, model, said, drafts)
     made = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         torch.testing.assert_close(made(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+        if arch in ("qwen35", "qwen35moe", "lfm2"):  # whether `stored` is right
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path, gguf_file="a.gguf", dtype=torch.float32, config=model.config,
+                quantization_config=transformers.GgufConfig(dequantize=True))
+            torch.testing.assert_close(theirs(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
     for name in options.keys() & {"query_pre_attn_scalar", "sliding_window"}:
         assert getattr(made.config, name) == options[name]
 
@@ -184,22 +281,8 @@ def test_attention_scales_of_published_gemmas(kind, layers, hidden, heads, head_
         "attention.key_length": head_dim, "attention.value_length": head_dim}
     usual = transformers.AutoConfig.for_model(kind + "_text" * (kind == "gemma3"))
     fields = read_network({f"{kind}.{name}": value for name, value in said.items()} | {
-        "general.architecture": kind}, {}, usual, {})
+        "general.architecture": kind, "tokenizer.ggml.tokens": TOKENS}, {}, usual, {})
     assert fields["query_pre_attn_scalar"] == scalar
-
-
-def test_hybrids_are_as_transformers_reads_them_but_for_layers_that_draft():
-    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_config_mapping")
-    said = SAID | HEADS | {
-        "block_count": 5, "nextn_predict_layers": 1, "full_attention_interval": 2,
-        "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 4,
-        "ssm.inner_size": 32, "rope.freq_base": 1e7, "rope.dimension_sections": [3, 1, 0, 0],
-        "rope.dimension_count": 8}
-    entries = {f"qwen35.{name}": value for name, value in said.items()} | {
-        "general.architecture": "qwen35", "tokenizer.ggml.tokens": 261}
-    base, kind = mapping.get_gguf_config(entries, ()), transformers.CONFIG_MAPPING["qwen3_5_text"]
-    made = kind(**read_network(entries, base, kind(), {})).to_dict()
-    assert made == kind(**base).to_dict() and made["num_hidden_layers"] == 4
 
 
 REFUSED = {
@@ -216,8 +299,8 @@ REFUSED = {
                      "rope.dimension_count=4, but the class turns 8"),
     "no epsilon": ("llama", "llama", {"attention.layer_norm_rms_epsilon": None}, "epsilon=None"),
     "sizes": ("llama", "llama", {"feed_forward_length": 40}, r"has \[\d+, \d+\] numbers, and \["),
-    "the engine": ("nemotron", "nemotron", LAYERNORM | {"rope.dimension_count": 4},
-                   "NemotronForCausalLM is not supported"),
+    "an architecture": ("nemotron", "llama", {}, "nemotron is not supported, but .*olmo2.*; use"),
+    "no RoPE": ("granite", "granite", {"rope.scaling.finetuned": False}, "finetuned=False"),
     "tokens": ("llama", "llama", {"tokenizer.ggml.new": 3}, "tokenizer.ggml.new=3 is not known"),
     "a part": ("llama", "llama", {"general.type": "mmproj"}, "general.type='mmproj'"),
     "a tower": ("llama", "llama", {"general.architecture": "clip"}, "mmproj.*the model's own file"),
