@@ -60,9 +60,12 @@ def method_of(llm: Any, name: str) -> Callable:
 
 def as_folder(model: Any, args: Any) -> Any:
     """The folder of a GGUF file, which is made once, in as few bits as the engine wants; whatever
-    else is named stays as it is."""
+    else is named stays as it is. Raises `ValueError` for a revision, which no file has."""
     if not str(model).endswith(".gguf") or Path(model).expanduser().is_dir():
         return model
+    if args.revision is not None:
+        raise ValueError(f"revision={args.revision!r} is about hub ids, and model={str(model)!r} "
+                         "is a file: leave it out")
     return find("tools.convert.kept")(model, args.quantization)
 
 

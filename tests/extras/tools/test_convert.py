@@ -230,6 +230,8 @@ def test_a_gguf_file_that_can_not_be_converted_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.gguf").write_bytes(b"GGUE")
     with pytest.raises(ValueError, match="a.gguf .*GGUF"):
         LLM(tmp_path / "a.gguf")
+    with pytest.raises(ValueError, match="revision='main' .*a.gguf' is a file: leave it out"):
+        LLM(tmp_path / "a.gguf", revision="main")
     (tmp_path / "cache").write_bytes(b"")
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(convert, "convert", lambda file, folder, *kinds: folder.mkdir())
