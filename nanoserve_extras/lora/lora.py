@@ -25,6 +25,7 @@ import hashlib
 import re
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -34,6 +35,7 @@ from threading import Lock
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
+from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import translated
@@ -59,7 +61,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT writes it in front of the modules' names
 # What `adapter_config.json` may ask for beyond this, and the value that asks for nothing.
 REFUSED = {"use_dora": False, "modules_to_save": None, "bias": "none", "lora_bias": False,
-           "fan_in_fan_out": False, "alora_invocation_tokens": None, "target_parameters": None,
+           "alora_invocation_tokens": None, "target_parameters": None,
            "layer_replication": None, "trainable_token_indices": None, "use_qalora": False,
            "use_bdlora": None, "arrow_config": None, "kasa_config": None,
            "monteclora_config": None}
@@ -105,6 +107,7 @@ class AdaptedProducts:
         self.adapters = weakref.proxy(adapters)
         self.inputs, self.matrices = layer.inputs, layer.matrices
         self.sees_wanted = sees_wanted  # behind the last attention only the wanted tokens are left
+        self.tokens: slice | torch.Tensor = slice(None)  # that it is given: see `choose`
         width, self.sizes = adapters.num_columns, [rows.size for rows in layer.matrices.values()]
         self.a = adapters.zeros(len(layer.matrices), width, layer.inputs.size)
         self.b = {name: adapters.zeros(rows.size, width) for name, rows in layer.matrices.items()}
@@ -115,9 +118,14 @@ class AdaptedProducts:
         self.packed_a = pack(self.a.flatten(0, 1))
         self.packed_b = [pack(b) for b in self.b.values()]
 
+    def choose(self, tokens: slice | torch.Tensor) -> None:
+        """Next comes a part of the step's tokens, of some rows (recurrent.py)."""
+        self.tokens = tokens
+
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         mask, linear = self.adapters.mask(self.sees_wanted), self.adapters.ops.linear
         if mask is not None:
+            mask = mask[self.tokens]
             low = linear(x, self.packed_a).unflatten(1, (-1, mask.shape[1])) * mask[:, None]
             for i, part in enumerate(out.split(self.sizes, 1)):
                 part += linear(low[:, i], self.packed_b[i])  # low: (tokens, n, max_loras * rank)
@@ -155,28 +163,27 @@ class Adapters:
         self.lock = Lock()  # requests are made in any thread
         self.unsent: dict[int, dict[str, torch.Tensor]] = {}  # by id, what no layer has yet
         self.products: dict[str, tuple[AdaptedProducts, str]] = {}  # by the checkpoint's name
-        # All that an adapter may name, also in layers that other ranks have (layer_plan.py).
-        everything = Decoder(model.config, Placement(self.dtype, torch.device("meta")))
-        self.changeable = {beside(path, name): (layer, name)
-                           for path, layer in everything.named_modules()
-                           if isinstance(layer, Linear) and path.startswith("layers.")
-                           for name in layer.matrices}
+        # All that an adapter may name, also in layers that other ranks have (layer_plan.py): the
+        # shape of each matrix, (outputs, inputs).
+        everything = Decoder(model.config, Placement(self.dtype, torch.device("meta"))) if (
+            isinstance(model, Decoder)) else model
+        self.changeable = {path: (layer.matrices[name].total, layer.inputs.total)
+                           for layer, names in adaptable(everything)
+                           for path, name in names.items()}
         self.join(model)
         runner.on_load.append(self.join)
 
-    def join(self, model: Decoder) -> None:
+    def join(self, model: nn.Module) -> None:
         """Have each layer of a network add what adapters change. In one that takes another's place
         they are those that were loaded before."""
-        last = f"layers.{len(model.layers) - 1}."
-        for path, layer in model.named_modules():
-            if isinstance(layer, Linear) and path.startswith("layers.") and (
-                    ".experts." not in path):
-                names = {beside(path, name): name for name in layer.matrices}
-                known = self.products.get(next(iter(names)))
-                products = known[0] if known else AdaptedProducts(
-                    self, layer, path.startswith(last) and "q_proj" not in layer.matrices)
-                layer.adapt(products)
-                self.products |= {path: (products, name) for path, name in names.items()}
+        last = f"layers.{len(model.layers) - 1}." if isinstance(model, Decoder) else "none"
+        for layer, names in adaptable(model):
+            first = next(iter(names))
+            known = self.products.get(first)
+            products = known[0] if known else AdaptedProducts(
+                self, layer, first.startswith(last) and "q_proj" not in layer.matrices)
+            layer.adapt(products)
+            self.products |= {path: (products, name) for path, name in names.items()}
 
     def zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -283,14 +290,26 @@ class Adapters:
                          f"max_loras={self.max_loras}: raise it, or wait for one of them")
 
 
+def adaptable(model: nn.Module) -> Iterator[tuple[Linear, dict[str, str]]]:
+    """The layers that adapters may change, each with the paths of its matrices and their names. In
+    transformers' networks a layer of ours lies below the path of what it stands for, in a `Packed`
+    (foreign_layers.py); 3-D parameters, of experts, have none."""
+    above = "layers." if isinstance(model, Decoder) else ""
+    for path, layer in model.layers.named_modules():
+        if isinstance(layer, Linear) and ".experts." not in path and (
+                "lm_head" not in layer.matrices):
+            path = above + path.removesuffix(".linear")
+            yield layer, {translated(beside(path, name)): name for name in layer.matrices}
+
+
 def receive(runner: ModelRunner, head: torch.Tensor) -> None:
     runner.adapters.receive(head)
 
 
-def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[Linear, str]],
+def read_adapter(folder: Path, max_rank: int, shapes: dict[str, tuple[int, int]],
                  ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A of (rank, inputs) and scaled B of (outputs, rank) for each module of `layers` that the
-    adapter changes. Raises `ValueError` for whatever can't be served as it is meant."""
+    """A of (rank, inputs) and scaled B of (outputs, rank) for each module that the adapter changes,
+    of those in `shapes`. Raises `ValueError` for whatever can't be served as it is meant."""
     settings = _read_settings(folder)
     with in_words(f"{folder / WEIGHTS} can't be read", OSError, SafetensorError), safe_open(
             folder / WEIGHTS, "pt") as file:
@@ -299,14 +318,15 @@ def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[Linear, st
     for name, tensor in tensors.items():
         path, _, kind = name.removesuffix(".weight").rpartition(".")
         path = translated(path.removeprefix(PREFIX))
-        if kind not in ("lora_A", "lora_B") or path not in layers:
+        if kind not in ("lora_A", "lora_B") or path not in shapes:
+            names = sorted({path.rpartition(".")[2] for path in shapes})
             raise ValueError(f"{folder}: {name} changes what no adapter can change here: only the "
-                             "projections of attention and of a dense MLP (q_proj, k_proj, ..., "
-                             "down_proj); merge the adapter instead (peft's merge_and_unload)")
+                             f"projections {', '.join(names)} of this model's layers; merge the "
+                             "adapter instead (peft's merge_and_unload)")
         pairs.setdefault(path, {})[kind] = tensor
     if not pairs:
         raise ValueError(f"{folder / WEIGHTS} has no tensors")
-    return {path: _scaled(folder, path, pair, settings, max_rank, *layers[path])
+    return {path: _scaled(folder, path, pair, settings, max_rank, *shapes[path])
             for path, pair in pairs.items()}
 
 
@@ -329,7 +349,7 @@ def _read_settings(folder: Path) -> dict:
 
 
 def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: dict, max_rank: int,
-            layer: Linear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+            outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One module's two matrices, checked, with `scaling` in the second.
 
     scaling is alpha / rank, with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023).
@@ -340,7 +360,7 @@ def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: di
     rank = a.shape[0] if a.dim() else 0
     if rank > max_rank:
         raise ValueError(f"{folder}: {path} has rank {rank}, max_lora_rank={max_rank}: raise it")
-    expected = (rank, layer.inputs.total), (layer.matrices[name].total, rank)
+    expected = (rank, inputs), (outputs, rank)
     if (tuple(a.shape), tuple(b.shape)) != expected or not rank:
         raise ValueError(f"{folder}: {path} has shapes {tuple(a.shape)} and {tuple(b.shape)}, "
                          f"{expected[0]} and {expected[1]} expected: is it made for this model?")
@@ -378,12 +398,11 @@ def of_module(folder: Path, settings: dict, name: str, path: str, default: float
 
 
 class LoRA(Extra):
-    """What `LLM(enable_lora=True)` adds, or `LLM(extras=[LoRA(max_loras=4)])`. For a network that
-    is not ours: peft's `merge_and_unload` puts an adapter into the weights."""
+    """What `LLM(enable_lora=True)` adds, or `LLM(extras=[LoRA(max_loras=4)])`."""
 
     Options = LoRAOptions
     name = "enable_lora=True"
-    needs, ends = frozenset([Fact.OWN_NETWORK]), frozenset([Fact.GRAPHS])
+    needs, ends = frozenset([Fact.OWN_LINEAR]), frozenset([Fact.GRAPHS])
     takes = ("lora_request",)
 
     def __init__(self, enable_lora: bool = True, **options: int):

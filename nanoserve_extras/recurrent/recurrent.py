@@ -17,7 +17,7 @@ snapshot (recurrent_snapshots.py), and whoever was in a step that is lost starts
 load takes 9 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row; networks whose
 mixers take no state from outside (Mamba 1, Jamba) fail it and are refused.
 
-Known limits: one rank, no adapters; the speed of transformers' mixers, but for gated delta nets
+Known limits: one rank; the speed of transformers' mixers, but for gated delta nets
 (recurrent_delta.py).
 """
 
@@ -40,6 +40,7 @@ from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import Metric
 from nanoserve.frontend.progress import say
+from nanoserve.layers import Linear
 from nanoserve.model import KVCache
 from nanoserve.sampler import put
 from nanoserve.sequence import Step
@@ -193,12 +194,16 @@ class Finder(Rows):
             hook.remove()
 
 
-def by_rows(mixer: Callable, keys: list[Key], hidden_states: torch.Tensor, cache: Rows,
-            **unused) -> torch.Tensor:
+def by_rows(mixer: Callable, keys: list[Key], layers: list[Linear], hidden_states: torch.Tensor,
+            cache: Rows, **unused) -> torch.Tensor:
     """A mixer's forward, (1, num_tokens, hidden_size), in the place of its own, in `cache.parts`.
-    No mask is handed on: a row has no padding."""
+    No mask is handed on: a row has no padding. layers: those in it, whose adapters must know whose
+    tokens they are given."""
     out = torch.empty_like(hidden_states)
     for tokens, sources, targets in cache.parts:
+        for layer in layers:
+            if layer.adapted is not None:
+                layer.adapted.choose(tokens)
         held = {key: cache.states[key].index_select(0, sources) for key in keys}
         x = hidden_states[0, tokens].unflatten(0, (len(sources), -1))
         out[0, tokens] = mixer(x, cache=replace(cache, states=held)).flatten(0, 1)
@@ -325,7 +330,8 @@ class RecurrentModel(TransformersModel):
             self.shapes[conv] = self.shapes[conv].transpose(1, 2)[:, 1:]  # see `DeltaNet.convolve`
         else:
             module.forward = partial(by_rows, partial(type(module).forward, weakref.proxy(module)),
-                                     keys)
+                                     keys, [one for one in module.modules()
+                                            if isinstance(one, Linear)])
 
     def at_once(self, ids: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
         """Logits, (num_tokens, vocab_size), by the network as it is."""

@@ -24,22 +24,24 @@ SMALL = dict(dtype="float32", device="cpu", enable_lora=True, max_loras=2, max_l
 class Adapters:
     """Adapters of a checkpoint, by a number, and what transformers says with each merged."""
 
-    def __init__(self, base: Path, root: Path):
-        self.base, self.root = base, root
+    def __init__(self, base: Path, root: Path, reference=Reference):
+        self.base, self.root, self.reference = base, root, reference
         self.texts = {}
 
     def write(self, seed: int, targets=ALL, rank=4, scaling=2.0, **settings) -> Path:
+        """GPT-2's matrices are stored transposed; its adapters say so and are as all others."""
         folder, merged = self.root / f"adapter-{seed}", self.root / f"merged-{seed}"
         folder.mkdir()
         generator, tensors = torch.Generator().manual_seed(seed), {}
         weights = stored_tensors(self.base)
         for name, weight in weights.items():
             if any(name.endswith(f"{target}.weight") for target in targets):
-                a = torch.randn(rank, weight.shape[1], generator=generator) * 0.3
-                b = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
+                turned = weight.T if settings.get("fan_in_fan_out") else weight
+                a = torch.randn(rank, turned.shape[1], generator=generator) * 0.3
+                b = torch.randn(turned.shape[0], rank, generator=generator) * 0.3
                 path = f"base_model.model.{name.removesuffix('.weight')}"
                 tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
-                weights[name] = weight.float() + scaling * (b @ a)
+                turned += scaling * (b @ a)  # a view of the weight
         assert tensors
         save_file(tensors, folder / "adapter_model.safetensors")
         entries = SETTINGS | dict(r=rank, target_modules=targets) | settings
@@ -57,10 +59,26 @@ class Adapters:
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[:len(seeds)]]
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False,
                                lora_request=[self.request(seed) for seed in seeds])
-        for ids, seed, output in zip(PROMPTS, seeds, outputs, strict=False):
-            key, ours = (seed, tuple(ids)), output.outputs[0].token_ids
-            if key not in self.texts:
-                folder = self.base if seed is None else self.root / f"merged-{seed}"
-                self.texts[key] = Reference(folder).generate(ids, GREEDY.max_tokens, ours)
-            assert_same_text(ours, *self.texts[key], f"{where} {seed}")
-        return [output.outputs[0].token_ids for output in outputs]
+        texts = [output.outputs[0].token_ids for output in outputs]
+        for ids, seed, ours in zip(PROMPTS, seeds, texts, strict=False):
+            self.compare(ids, seed, ours, where)
+        return texts
+
+    def compare(self, ids: list[int], seed: int | None, ours: list[int], where: str) -> None:
+        """One text with that of the merged checkpoint, which is written once."""
+        key = seed, tuple(ids)
+        if key not in self.texts:
+            folder = self.base if seed is None else self.root / f"merged-{seed}"
+            self.texts[key] = self.reference(folder).generate(ids, GREEDY.max_tokens, ours)
+        assert_same_text(ours, *self.texts[key], f"{where} {seed}")
+
+
+def logprobs(voices: Adapters, ids, **options) -> torch.Tensor:
+    """(3, vocabulary): of the token behind a prompt, under two adapters and none."""
+    with LLM(voices.base, **SMALL | options) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids}] * 3,
+            SamplingParams(max_tokens=1, temperature=0, logprobs=-1, detokenize=False),
+            use_tqdm=False, lora_request=[voices.request(seed) for seed in (1, 2, None)])
+        return torch.tensor([[each.logprob for _, each in sorted(
+            output.outputs[0].logprobs[0].items())] for output in outputs])

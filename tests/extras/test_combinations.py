@@ -51,7 +51,6 @@ def test_no_fact_is_without_somebody_who_needs_it_and_somebody_who_ends_it():
 
 
 @pytest.mark.parametrize(("options", "names"), [
-    (dict(enable_lora=True, model_impl="transformers"), ["enable_lora=True", "transformers'"]),
     (dict(kv_offload_bytes=2 ** 20, enable_prefix_caching=False),
      ["kv_offload_bytes=1048576", "enable_prefix_caching=False"]),
     (dict(pipeline_parallel_size=2, kv_store="folder"), ["pipeline_parallel_size", "kv_store"]),

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import ALL, ATTENTION, GREEDY, PROMPTS, SMALL, Adapters
+from adapters import ALL, ATTENTION, GREEDY, PROMPTS, SMALL, Adapters, logprobs
 from checkpoints import Reference, assert_same_text
 from loading import stored_tensors
 from safetensors.torch import save_file
 from small_engine import drain
 from weight_kinds import needs_interpreter
 
-from nanoserve import LLM, LoRARequest, SamplingParams
+from nanoserve import LLM, LoRARequest
 from nanoserve.layers import Linear
 from nanoserve_extras.lora import lora
 
@@ -199,7 +199,6 @@ def test_a_pattern_matches_what_it_matches_in_peft():
     (dict(use_dora=True), "use_dora=True is not supported"),
     (dict(modules_to_save=["lm_head"]), "modules_to_save=.* is not supported"),
     (dict(bias="all"), "bias='all' is not supported"),
-    (dict(fan_in_fan_out=True), "fan_in_fan_out=True is not supported"),
     (dict(init_lora_weights="pissa_niter_16"), "init_lora_weights='pissa_niter_16' is not supp"),
     (dict(init_lora_weights="olora"), "init_lora_weights='olora' is not supported"),
     (dict(kasa_config={"a": 1}), "kasa_config=.* is not supported"),
@@ -273,11 +272,6 @@ def test_requests_that_are_refused(voices, tmp_path):
             llm.generate("a", lora_request=voices.request(1))
 
 
-def test_a_network_of_transformers_takes_no_adapters(voices):
-    with pytest.raises(ValueError, match="enable_lora=True.*Qwen3"):
-        LLM(voices.base, **SMALL | dict(model_impl="transformers"))
-
-
 @pytest.fixture
 def two_ranks(voices, ranks_in_threads):
     return lambda **options: LLM(voices.base, **SMALL | dict(tensor_parallel_size=2) | options)
@@ -303,17 +297,6 @@ def test_two_ranks_after_an_adapter_that_is_refused(voices, two_ranks, tmp_path)
         with pytest.raises(ValueError, match="can't be read"):
             llm.generate("a", lora_request=LoRARequest("broken", 9, str(broken)))
         voices.check(llm, [2, None, 1])
-
-
-def logprobs(voices, ids, **options) -> torch.Tensor:
-    """(3, vocabulary): of the token behind a prompt, under two adapters and none."""
-    with LLM(voices.base, **SMALL | options) as llm:
-        outputs = llm.generate(
-            [{"prompt_token_ids": ids}] * 3,
-            SamplingParams(max_tokens=1, temperature=0, logprobs=-1, detokenize=False),
-            use_tqdm=False, lora_request=[voices.request(seed) for seed in (1, 2, None)])
-        return torch.tensor([[each.logprob for _, each in sorted(
-            output.outputs[0].logprobs[0].items())] for output in outputs])
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

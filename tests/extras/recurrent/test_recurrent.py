@@ -281,7 +281,6 @@ def test_an_engine_that_ends_gives_back_weights_and_states(made):
 @pytest.mark.parametrize("options, words", [
     (dict(kv_offload_bytes=2 ** 20), "kv_offload_bytes=1048576"),
     (dict(kv_store="{tmp}"), "kv_store="),
-    (dict(enable_lora=True), "enable_lora=True"),
     (dict(tensor_parallel_size=2), "Lfm2ForCausalLM.*tensor_parallel_size=2")])
 def test_what_does_not_go_together_is_refused(made, tmp_path, options, words):
     options = {key: str(tmp_path) if value == "{tmp}" else value for key, value in options.items()}
