@@ -13,6 +13,7 @@ Entry points would import every package that is installed to find out what it ad
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,14 @@ def method_of(llm: Any, name: str) -> Callable:
     """A method of METHODS, for this engine."""
     path, option = METHODS[name]
     if (extra := llm.extra(find(path))) is not None:
-        return getattr(extra, name)
+        method = getattr(extra, name)
+
+        @wraps(method)
+        def called(*args, **options):
+            return method(*args, **options)
+
+        called.engine = llm  # an extra holds it weakly: LLM(...).embed("a") would lose it
+        return called
 
     def missing(*args, **options):
         raise ValueError(f"{name}() needs an engine that was made with {option}")

@@ -219,9 +219,8 @@ def test_adapters_answer_side_by_side(tmp_path, capsys, checkpoints):
 
 @pytest.fixture(scope="module")
 def scores() -> str:
-    with LLM(**SMALL, runner="pooling") as llm:
-        outputs = llm.score("Who is the king?", ["The king slept.", "It rained all day."],
-                            use_tqdm=False)
+    outputs = LLM(**SMALL, runner="pooling").score(  # nobody else holds this engine
+        "Who is the king?", ["The king slept.", "It rained all day."], use_tqdm=False)
     return "".join(f"{output.outputs.score:.4f}\n" for output in outputs)
 
 
