@@ -87,16 +87,17 @@ TABLE = (
     Row("LLM", "enable_expert_parallel", ours="expert_parallel"),
     # Three names of ours, for which vLLM writes None where we have another default.
     Row("LLM", "seed enable_prefix_caching enable_chunked_prefill", nothing=(None,)),
+    # They change no text: a preempted request is computed again, whatever room there is for it.
     Row("LLM", "disable_log_stats disable_log_requests disable_custom_all_reduce "
-        "disable_cascade_attn max_cpu_loras"),
+        "disable_cascade_attn max_cpu_loras swap_space max_seq_len_to_capture "
+        "mm_processor_cache_gb disable_mm_preprocessor_cache disable_chunked_mm_input"),
     Row("LLM", "data_parallel_size", "all ranks serve one copy of the model with "
         "tensor_parallel_size or pipeline_parallel_size; for several start several processes",
         (1,)),
     Row("LLM", "distributed_executor_backend", "ranks are processes of this machine, or torchrun's:"
         " leave it out, or start the script with torchrun", ("mp",)),
-    Row("LLM", "compilation_config cudagraph_capture_sizes max_seq_len_to_capture", "there is no "
-        "compiler of models; on a GPU decode steps are recorded as CUDA graphs, and "
-        "enforce_eager=True switches that off"),
+    Row("LLM", "compilation_config cudagraph_capture_sizes", "there is no compiler of models; on a "
+        "GPU decode steps are recorded as CUDA graphs, and enforce_eager=True switches that off"),
     Row("LLM", "attention_backend", "choose with kernels='auto', 'triton', 'cpu' or 'torch'"),
     Row("LLM", "worker_cls worker_extension_cls", "write the change into model_runner.py",
         ("auto", "")),
@@ -105,8 +106,6 @@ TABLE = (
     Row("LLM body", "kv_transfer_config kv_transfer_params", "say kv_store='folder': engines "
         "that name the same folder find each other's blocks there"),
     Row("LLM", "kv_offloading_size", "say kv_offload_bytes, in bytes"),
-    Row("LLM", "swap_space", "a preempted request is computed again, mostly from the prefix cache: "
-        "leave it out"),
     Row("LLM", "served_model_name", "clients of a server call a model so: nanoserve serve "
         "--served-model-name NAME"),
     Row("LLM", "speculative_model num_speculative_tokens", "use speculative_config={'method': "
@@ -161,6 +160,8 @@ TABLE = (
     Row("call", "chat_template_content_format", "a template gets the content of a message as text",
         ("auto", "string")),
     Row("call", "tokenization_kwargs", "tokenize first, and pass the token ids"),
+    Row("method", "vllm_config", "LLM.config is what was chosen, LLM.model_config what config.json "
+        "says"),
     Row("method", "set_tokenizer", "name it when the engine is made, with tokenizer="),
     # Pooling.
     Row("call pooling body", "normalize activation softmax", "use use_activation= of "
@@ -180,6 +181,8 @@ TABLE = (
         "hand over an image of PIL, a path or bytes, and a sound as an array: see "
         "docs/vision.md"),
     Row("import", "ModelRegistry", "an architecture is a row in checkpoint/, see docs/models.md"),
+    Row("import", "logits_processor", "they are functions of a request here: use "
+        "SamplingParams(logits_processors=[f])"),
     Row("import", "envs", "options of LLM(...) say what vLLM's environment variables do"),
     # vLLM's options of its server.
     Row("serve", "uvicorn_log_level disable_uvicorn_access_log disable_fastapi_docs max_log_len "

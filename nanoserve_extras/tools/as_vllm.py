@@ -4,9 +4,9 @@
     from vllm import LLM                   ├─► a stand-in of that name ─► what we have for the name
     from vllm.sampling_params import ...  ─┘                          └─► ImportError: what to use
 
-A finder in front of Python's own (PEP 451) answers for `vllm` and for the submodules that scripts
-import from. All of these stand-ins know the same names, because vLLM moves names between its
-modules. A name that is missing here has its row in frontend/vllm.py, as every other word of vLLM's.
+A finder in front of Python's own (PEP 451) answers for `vllm` and for each of its submodules. All
+of these stand-ins know the same names, because vLLM moves names between its modules. A name that is
+missing here has its row in frontend/vllm.py, as every other word of vLLM's.
 
 Invariant: nothing is replaced by something that does less: a stand-in has a name only if what it
 stands for is here. Known limit: what a script reads of vLLM's insides is not there. The script's
@@ -21,6 +21,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 from uuid import uuid4
@@ -37,31 +38,24 @@ from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated
 
 VERSION = "0.33.0"  # the vLLM whose names these are: some scripts ask
-MODULES = {"vllm", *(f"vllm.{name}" for name in """
-    sampling_params pooling_params outputs inputs config config.pooler logger utils
-    utils.argparse_utils distributed engine engine.arg_utils engine.llm_engine
-    engine.async_llm_engine entrypoints entrypoints.llm lora lora.request v1 v1.engine
-    v1.engine.async_llm v1.engine.llm_engine v1.metrics v1.metrics.reader
-    logprobs assets assets.image assets.audio assets.video multimodal multimodal.utils
-    utils.network_utils distributed.weight_transfer distributed.weight_transfer.nccl_common
-    distributed.weight_transfer.packed_tensor tokenizers renderers renderers.hf""".split())}
-# Names that are not in `nanoserve` itself: where they are, and what they are called there.
-HOMES = {"EngineArgs": ("nanoserve_extras.tools.as_vllm", "CliEngineArgs"),
-         "AsyncEngineArgs": ("nanoserve_extras.tools.as_vllm", "CliEngineArgs"),
-         "FlexibleArgumentParser": ("nanoserve.frontend.command", "DashedParser"),
-         "AsyncLLM": ("nanoserve_extras.server.async_llm", "AsyncLLM"),
-         "AsyncLLMEngine": ("nanoserve_extras.server.async_llm", "AsyncLLM"),
-         "PromptType": ("nanoserve.frontend.prompts", "Prompt"),
-         "SamplingParams": ("nanoserve_extras.tools.as_vllm", "ScriptParams"),
-         **{name: ("nanoserve_extras.tools.as_vllm", name)
-            for name in ("random_uuid", "get_tokenizer", "resolve_chat_template")},
-         "init_logger": ("logging", "getLogger"),
-         "cleanup_dist_env_and_memory": ("gc", "collect")}
-HOMES |= {"LLM": ("nanoserve_extras.tools.as_vllm_trl", "TrainersLLM")} | {
-    name: ("nanoserve_extras.tools.as_vllm_trl", "only_server") for name in ONLY_SERVER}
-HOMES |= {name: ("nanoserve.frontend.metrics", name)
+# Modules that scripts reach by `import vllm` alone, as in vllm.lora.request.LoRARequest.
+INNER = set("config distributed inputs lora outputs pooling_params request sampling_params utils"
+            .split())
+# Names that are not in `nanoserve` itself, and where they are.
+OURS, POOLING = "nanoserve_extras.tools.as_vllm", "nanoserve_extras.pooling.pooling"
+HOMES = {"LLM": f"{OURS}_trl:TrainersLLM", "SamplingParams": f"{OURS}:ScriptParams",
+         "FlexibleArgumentParser": "nanoserve.frontend.command:DashedParser",
+         "PromptType": "nanoserve.frontend.prompts:Prompt", "init_logger": "logging:getLogger"}
+HOMES |= dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), f"{OURS}:CliEngineArgs")
+HOMES |= dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "nanoserve_extras.server.async_llm:AsyncLLM")
+HOMES |= dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel",
+                        "destroy_distributed_environment"), "gc:collect")
+HOMES |= dict.fromkeys(ONLY_SERVER, f"{OURS}_trl:only_server")
+HOMES |= {name: f"{OURS}:{name}" for name in (
+    "random_uuid", "get_tokenizer", "resolve_chat_template", "print_embeddings")}
+HOMES |= {name: f"nanoserve.frontend.metrics:{name}"
           for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")}
-HOMES |= {f"{kind}RequestOutput": ("nanoserve_extras.pooling.pooling", "PoolingRequestOutput")
+HOMES |= {f"{kind}RequestOutput": f"{POOLING}:PoolingRequestOutput"
           for kind in ("Embedding", "Classification", "Scoring")}
 
 
@@ -69,20 +63,22 @@ class StandIn(ModuleType):
     """A module of vLLM's."""
 
     def __getattr__(self, name: str):
-        if f"{self.__name__}.{name}" in MODULES:
-            return import_module(f"{self.__name__}.{name}")
         if name == "__version__":
             return VERSION
         if name.startswith("__"):  # asked by Python itself
             raise AttributeError(name)
         if name in HOMES:
-            module, ours = HOMES[name]
-            return getattr(import_module(module), ours)
+            return resolve_name(HOMES[name])
         if name in nanoserve.__all__:
             return getattr(nanoserve, name)
-        row = ROWS.get(("import", name))
+        if name in INNER:
+            return import_module(f"{self.__name__}.{name}")
         near = nearest(name, [*HOMES, *nanoserve.__all__])
-        hint = row.remedy if row else f"did you mean {near}?" if near else "it is not here"
+        hint = f"did you mean {near}?" if near else "it is not here"
+        for word in (name, self.__name__.rpartition(".")[2]):  # or all that is in this module
+            if row := ROWS.get(("import", word)):
+                hint = row.remedy
+                break
         raise ImportError(f"nanoserve has no {self.__name__}.{name}: {hint}")
 
 
@@ -90,12 +86,8 @@ class StandInFinder:
     """Finds and makes the stand-ins."""
 
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
-        if name in MODULES:
-            return ModuleSpec(name, self, is_package=True)
-        if name.startswith("vllm."):
-            raise ModuleNotFoundError(f"nanoserve has no {name}: it stands in for the names of "
-                                      "vllm that scripts use", name=name)
-        return None
+        is_theirs = name.partition(".")[0] == "vllm"
+        return ModuleSpec(name, self, is_package=True) if is_theirs else None
 
     def find_distributions(self, context: Any) -> Iterator["Package"]:
         """For who asks importlib.metadata which vLLM is installed."""
@@ -142,6 +134,10 @@ def get_tokenizer(name: str, *, tokenizer_mode: str = "auto", **options: Any) ->
     return AutoTokenizer.from_pretrained(find_model(name, weights=False), **options, **said)
 
 
+def print_embeddings(embeds: list[float], prefix: str = "Embeddings") -> None:
+    print(f"{prefix}: {embeds[:4]}{' ...' * (len(embeds) > 4)} (size={len(embeds)})")
+
+
 def resolve_chat_template(tokenizer: Tokenizer, chat_template: str | None = None,
                           **others: Any) -> str | None:
     """The template that a chat is written by; tools and the model's class choose none here."""
@@ -151,8 +147,8 @@ def resolve_chat_template(tokenizer: Tokenizer, chat_template: str | None = None
 class CliEngineArgs(EveryOption):
     """`nanoserve.EngineArgs` with the two methods that read a command line."""
 
-    def __init__(self, **options):
-        super().__init__(**translated(options))
+    def __init__(self, model: str = str(BUNDLED_MODEL), **options):
+        super().__init__(model=model, **translated(model, options))
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -182,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         sys.meta_path.remove(finder)
         sys.argv, sys.path[:] = before
-        for name in MODULES & set(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
             del sys.modules[name]
     return 0
 

@@ -40,11 +40,20 @@ TASKS |= {task: dict(runner="pooling", convert=kind) for task, kind in dict(
     embed="embed", embedding="embed", classify="classify", reward="reward").items()}
 
 
-def translated(options: dict) -> dict:
-    """What scripts for older vLLMs say, in today's words."""
-    options = {name: value for name, value in options.items() if name != "swap_space"}
+def translated(model: str, options: dict) -> dict:
+    """What scripts for vLLM say, and asks for what happens anyway, in today's words."""
+    options = dict(options)
     if options.get("task") in TASKS:
         options = TASKS[options.pop("task")] | options
+    if options.get("tokenizer_mode") == "mistral":
+        files = {file.name for file in find_model(model, weights=False).glob("*")}
+        if "tekken.json" in files and "tokenizer.json" not in files:
+            del options["tokenizer_mode"]  # Mistral's own rules read it anyway
+    if options.get("model_impl") == "vllm":
+        options["model_impl"] = "auto"
+    if (options.get("distributed_executor_backend") == "external_launcher"
+            and options.get("tensor_parallel_size", 1) == 1):
+        del options["distributed_executor_backend"]
     return options
 
 
@@ -52,19 +61,10 @@ class TrainersLLM(LLM):
     """`LLM` with the options and the inner parts of vLLM's that TRL and others know."""
 
     def __init__(self, model: str, **options):
-        options = translated(options)
-        if options.get("tokenizer_mode") == "mistral":
-            files = {file.name for file in find_model(model, weights=False).glob("*")}
-            if "tekken.json" in files and "tokenizer.json" not in files:
-                del options["tokenizer_mode"]  # Mistral's own rules read it anyway
-        backend = options.pop("distributed_executor_backend", None)
-        if backend != "external_launcher" or options.get("tensor_parallel_size", 1) > 1:
-            options["distributed_executor_backend"] = backend  # refused, unless it asks for nothing
+        options = translated(model, options)
         self.logprobs_mode = options.get("logprobs_mode")
         if self.logprobs_mode == "processed_logprobs":
             del options["logprobs_mode"]  # see `generate`
-        if options.get("model_impl") == "vllm":
-            options["model_impl"] = "auto"
         super().__init__(model, **options)
         self.model_config = copy(self.model_config)  # vLLM's has the length as well, ...
         object.__setattr__(self.model_config, "max_model_len", self.config.max_model_len)

@@ -47,14 +47,14 @@ def test_vllms_defaults_written_out_change_nothing():
     (dict(enable_expert_parallel=True), dict(expert_parallel=True)),
     (dict(seed=None), dict(seed=0)),
     (dict(disable_log_stats=True, max_cpu_loras=4), {}), (dict(disable_log_stats=False), {}),
-    (dict(swap_space=0, data_parallel_size=1, disable_custom_all_reduce=True), {})], ids=str)
+    (dict(swap_space=4, data_parallel_size=1, disable_custom_all_reduce=True), {})], ids=str)
 def test_words_that_are_taken(given, same):
     assert EngineArgs(model="m", **given) == EngineArgs(model="m", **same)
 
 
 @pytest.mark.parametrize("given", [
     dict(served_model_name="x"),
-    dict(data_parallel_size=2), dict(kv_transfer_config={"kv_connector": "x"}), dict(swap_space=4),
+    dict(data_parallel_size=2), dict(kv_transfer_config={"kv_connector": "x"}),
     dict(cpu_offload_gb=10), dict(tokenizer_mode="mistral"),
     dict(media_io_kwargs={"size": 1}), dict(max_logprobs=20), dict(use_tqdm_on_load=False),
     dict(compilation_config=3), dict(task="embed"), dict(data_parallel_size=True),
