@@ -121,9 +121,9 @@ def test_chat_takes_use_tqdm_by_position(llm, capsys):
 
 
 @pytest.mark.parametrize(("call", "given"), [
-    ("generate", dict(tokenization_kwargs={"x": 1})), ("generate", dict(prompt_token_ids=[[1, 2]])),
+    ("generate", dict(prompt_token_ids=[[1, 2]])),
     ("generate", dict(mm_processor_kwargs={"x": 1})),
-    ("stream", dict(tools=[{}])),
+    ("stream", dict(truncate_prompt_tokens=3)),
     ("chat", dict(chat_template_content_format="openai")),
 ], ids=str)
 def test_keywords_that_are_missing_here(llm, call, given):

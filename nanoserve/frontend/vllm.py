@@ -68,17 +68,13 @@ TABLE = (
     Row("LLM", "config_format", "config.json is Hugging Face's: leave it out", ("auto", "hf")),
     Row("LLM", "tokenizer_revision code_revision", "fetch it with huggingface_hub."
         "snapshot_download(..., revision=...), and name its folder"),
-    Row("LLM", "download_dir", "set the environment variable HF_HOME"),
-    Row("LLM", "hf_token", "set the environment variable HF_TOKEN, or use hf auth login"),
+    Row("LLM", "download_dir hf_token", "set the environment variables HF_HOME and HF_TOKEN"),
     Row("LLM", "rope_scaling rope_theta", "use hf_overrides={'rope_scaling': {...}, "
         "'rope_theta': ...}"),
-    Row("LLM", "generation_config", "pass SamplingParams() to generate(): it takes nothing from "
-        "generation_config.json", ("auto",)),
-    Row("LLM", "override_generation_config", "pass SamplingParams with these values to generate()"),
+    Row("LLM", "generation_config override_generation_config", "pass SamplingParams to generate(): "
+        "it takes nothing from generation_config.json", ("auto", {})),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
-    Row("LLM call prompt body", "media_io_kwargs", "images are read as the checkpoint says: leave "
-        "it out"),
     Row("call prompt body", "mm_processor_kwargs", "say it when the engine is made, to LLM() or the"
         " server"),
     Row("prompt", "multi_modal_data", "this engine reads text alone: make it with "
@@ -90,7 +86,8 @@ TABLE = (
     # They change no text: a preempted request is computed again, whatever room there is for it.
     Row("LLM", "disable_log_stats disable_log_requests disable_custom_all_reduce "
         "disable_cascade_attn max_cpu_loras swap_space max_seq_len_to_capture "
-        "mm_processor_cache_gb disable_mm_preprocessor_cache disable_chunked_mm_input"),
+        "mm_processor_cache_gb disable_mm_preprocessor_cache disable_chunked_mm_input "
+        "enable_sleep_mode"),
     Row("LLM", "data_parallel_size", "all ranks serve one copy of the model with "
         "tensor_parallel_size or pipeline_parallel_size; for several start several processes",
         (1,)),
@@ -105,16 +102,11 @@ TABLE = (
         "layer_plan"),
     Row("LLM body", "kv_transfer_config kv_transfer_params", "say kv_store='folder': engines "
         "that name the same folder find each other's blocks there"),
-    Row("LLM", "kv_offloading_size", "say kv_offload_bytes, in bytes"),
-    Row("LLM", "served_model_name", "clients of a server call a model so: nanoserve serve "
-        "--served-model-name NAME"),
     Row("LLM", "speculative_model num_speculative_tokens", "use speculative_config={'method': "
         "'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp', 'num_speculative_tokens': "
         "..., 'model': ...}"),
-    Row("LLM", "use_tqdm_on_load", "set the environment variable TQDM_DISABLE=1", (True,)),
     Row("LLM method", "enable_log_requests profiler_config start_profile stop_profile", "make the "
         "engine with trace='run.html', or put torch.profiler around generate()"),
-    Row("LLM", "enable_sleep_mode"),  # every engine can sleep
     Row("method", "collective_rpc apply_model", "LLM.runner is the model runner of this process, "
         "and LLM.runner.model the network; those of further ranks can't be called"),
     Row("method", "add_lora remove_lora list_loras pin_lora", "an adapter is loaded when a request "
@@ -142,8 +134,8 @@ TABLE = (
         "one of the three penalties"),
     Row("SamplingParams", "thinking_budget enable_thinking thinking",
         THOUGHTS, (-1, {}, "")),
-    Row("SamplingParams", "think reasoning", THOUGHTS, (True, {"effort": None}, {}, "")),
-    Row("SamplingParams", "reasoning_effort", THOUGHTS, ("auto", "default", "")),
+    Row("SamplingParams", "think reasoning reasoning_effort", THOUGHTS,
+        (True, {"effort": None}, {}, "", "auto", "default")),
     Row("SamplingParams", "logprob_token_ids flat_logprobs", "ask for the logprobs of the likeliest"
         " tokens with logprobs, of all with -1"),
     Row("SamplingParams", "do_sample", "temperature=0 is greedy", (True,)),
@@ -153,13 +145,9 @@ TABLE = (
     Row("SamplingParams call", "truncate_prompt_tokens", "pass the last token ids of the prompt; "
         "for a pooling model set it in PoolingParams"),
     Row("LLM prompt body", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
-    Row("SamplingParams", "cache_salt", "it goes with a prompt, {'prompt': ..., 'cache_salt': ...},"
-        " or into the body of a completion or a chat"),
     Row("call", "prompt_token_ids", "pass them as the prompts: [{'prompt_token_ids': [...]}, ...]"),
-    Row("call", "tools", "calls are a chat's: use chat(tools=...)"),
     Row("call", "chat_template_content_format", "a template gets the content of a message as text",
         ("auto", "string")),
-    Row("call", "tokenization_kwargs", "tokenize first, and pass the token ids"),
     Row("method", "vllm_config", "LLM.config is what was chosen, LLM.model_config what config.json "
         "says"),
     Row("method", "set_tokenizer", "name it when the engine is made, with tokenizer="),
@@ -193,7 +181,6 @@ TABLE = (
     Row("serve", "ssl_keyfile ssl_certfile ssl_ca_certs uds", "put a proxy in front of it, nginx "
         "say"),
     Row("serve", "api_server_count", "one process answers: leave it out", (1,)),
-    Row("serve", "response_role", "answers have the role assistant", ("assistant",)),
     Row("serve", "chat_template_content_format", "a template gets what it expects", ("auto",)),
     # What OpenAI's clients send to the server. Of the first row some tell who asks, or what is to
     # be kept; a prediction, or a key for the prompt cache, is about speed.
@@ -202,11 +189,11 @@ TABLE = (
         "include_reasoning include context_management output_config"),
     Row("body", "previous_response_id conversation background prompt", "nothing is kept here: send "
         "the whole conversation, and wait for its answer"),
-    Row("body", "truncation max_tool_calls container mcp_servers", "leave it out", ("disabled",)),
+    Row("body", "truncation max_tool_calls container mcp_servers audio web_search_options",
+        "leave it out", ("disabled",)),
     Row("body", "functions function_call", "use tools and tool_choice", ([], "none", "auto")),
     Row("body", "tools tool_choice", "calls are a chat's: use /v1/chat/completions",
         ([], "none", "auto")),
-    Row("body", "audio web_search_options", "leave it out"),
     Row("body", "modalities", 'only ["text"] will do: this model writes text', (["text"],)),
     Row("body", "suffix", "text in front of a suffix can't be filled in: put all of it in the "
         "prompt"),

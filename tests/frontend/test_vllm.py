@@ -25,7 +25,7 @@ ENGINE_DEFAULTS = dict(
     structured_outputs_config=None, logits_processors=None, enable_lora=False,
     kv_cache_dtype="auto", kv_transfer_config=None, distributed_executor_backend=None,
     enable_expert_parallel=False, download_dir=None, load_format="auto", config_format="auto",
-    max_logprobs=-1, use_tqdm_on_load=True, model_impl="auto", generation_config="auto",
+    max_logprobs=-1, model_impl="auto", generation_config="auto",
     enable_sleep_mode=False, speculative_config=None, async_scheduling=None, runner="auto",
     convert="auto", scheduling_policy="fcfs", max_model_len=None, block_size=16)
 SAMPLING_DEFAULTS = dict(
@@ -53,10 +53,9 @@ def test_words_that_are_taken(given, same):
 
 
 @pytest.mark.parametrize("given", [
-    dict(served_model_name="x"),
     dict(data_parallel_size=2), dict(kv_transfer_config={"kv_connector": "x"}),
     dict(cpu_offload_gb=10), dict(tokenizer_mode="mistral"),
-    dict(media_io_kwargs={"size": 1}), dict(max_logprobs=20), dict(use_tqdm_on_load=False),
+    dict(max_logprobs=20),
     dict(compilation_config=3), dict(task="embed"), dict(data_parallel_size=True),
     dict(attention_backend=["x"]), dict(worker_cls=object),
     dict(logits_processors=["a.Class"])], ids=str)

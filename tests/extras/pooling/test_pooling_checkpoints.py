@@ -214,7 +214,7 @@ def test_vllms_words_for_pooling(qwen3):
     config = PoolerConfig(pooling_type="MEAN", activation=None)
     with start(qwen3, pooler_config=config) as llm:
         assert str(llm.runner.pooler) == "pooling MEAN to embed"
-        assert len(llm.embed("a", lora_request=None, tokenization_kwargs=None)) == 1
+        assert len(llm.embed("a", lora_request=None)) == 1
         for call in (llm.embed, lambda text, **given: llm.score(text, text, **given)):
             with pytest.raises(ValueError, match="lora_request='x'"):
                 call("a", lora_request="x")

@@ -92,7 +92,7 @@ def test_options_come_in_vllms_forms():
     args = cli.make_parser().parse_args(
         ["--model", "a", "-pp", "1", "--enable-lora", "--lora-modules", "one=folder",
          '{"name": "two", "path": "other=folder", "base_model_name": "a"}',
-         "--uvicorn-log-level", "info", "--response-role", "assistant"])
+         "--uvicorn-log-level", "info", "--swap-space", "4"])
     cli.check_servers_own(args)
     assert args.model == "a" and args.lora_modules == [("one", "folder"), ("two", "other=folder")]
     assert cli.engine_options(args)["pipeline_parallel_size"] == 1
@@ -104,7 +104,6 @@ def test_options_come_in_vllms_forms():
     (["no/such/model"], "no/such/model"), (["--chat-template", "no/such/file"], "chat_template"),
     (["--skip-tokenizer-init"], "without text"), (["--api-server-count", "2"], "one process"),
     (["--ssl-keyfile", "x"], "put a proxy in front"), (["a", "--model", "b"], "two models are"),
-    (["--swap-space", "4"], "swap_space=4 is not"),
     (["--kv-cache-dtype", "fp8"], "kv_cache_dtype must be auto or int8"),
     (["--max-num-seqs", "9", "--max-num-batched-tokens", "3"], "max_num_batched_tokens")])
 def test_what_cannot_be_served_is_said_in_one_line(words, said, capsys):
