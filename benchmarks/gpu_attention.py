@@ -55,8 +55,8 @@ class Case:
         ends = torch.arange(num_rows + 1, device=DEVICE, dtype=torch.int32) * query_len
         seq_lens = torch.full((num_rows,), self.seq_len, device=DEVICE, dtype=torch.int32)
         self.batches = [SimpleNamespace(
-            num_decodes=num_rows if query_len == 1 else 0, seq_lens=seq_lens, cu_seqlens_q=ends,
-            block_tables=table) for table in tables]
+            num_decodes=num_rows if query_len == 1 else 0, is_padded=False, seq_lens=seq_lens,
+            cu_seqlens_q=ends, block_tables=table) for table in tables]
         self.scale = head_dim ** -0.5
 
     def run(self, batch: SimpleNamespace) -> torch.Tensor:

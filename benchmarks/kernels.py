@@ -59,8 +59,8 @@ def cases() -> dict[str, Callable]:
 
 
 def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
-    """Attention's three ways (many rows, few rows, chunks), for the usual head sizes, and for
-    blocks of which a tile of keys needs several, or one."""
+    """Attention's four ways (many rows, few rows, a few queries of each, chunks), for the usual
+    head sizes, and for blocks of which a tile of keys needs several, or one."""
     found = {}
     for head_dim, block_size in ((64, 16), (128, 16), (128, 64), (256, 16)):
         call = partial(attend, dtype, head_dim, block_size)
@@ -68,6 +68,7 @@ def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
         # Splits are for few rows; 300 fill the GPU without.
         found[f"decode {about}"] = partial(call, num_decodes=300)
         found[f"split {about}"] = partial(call, num_decodes=8)
+        found[f"few {about}"] = partial(call, num_few=8, group=4)
         found[f"prefill {about}"] = partial(call, num_chunks=1)
     # Gemma's, which have one loop more, and much more to compute.
     found["prefill window softcap"] = partial(attend, dtype, 128, 16, num_chunks=1, window=4096,
@@ -78,6 +79,7 @@ def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
         found[f"{phase} sinks"] = partial(attend, dtype, 64, 16, sinks=torch.zeros(4), **options)
     for head_dim in (64, 128):
         for phase, options in (("decode", dict(num_decodes=300)), ("split", dict(num_decodes=8)),
+                               ("few", dict(num_few=8, group=4)),
                                ("prefill", dict(num_chunks=1))):
             found[f"{phase} head {head_dim} in 8 bits"] = partial(
                 attend, dtype, head_dim, 16, stored=torch.int8, **options)
@@ -115,17 +117,18 @@ def quantised_cases(dtype: torch.dtype) -> dict[str, Callable]:
 
 
 def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int = 0,
-           num_chunks: int = 0, width: int = 1, offset: int = 0,
+           num_few: int = 0, num_chunks: int = 0, width: int = 1, offset: int = 0, group: int = 2,
            stored: torch.dtype | None = None, **options) -> None:
-    """4 query heads on 2 KV heads. The batch's integers lie at `offset` in memory. stored: the
-    cache's dtype, if it is another one."""
-    num_rows = num_decodes + num_chunks
+    """2 KV heads, each of `group` query heads. The batch's integers lie at `offset` in memory.
+    stored: the cache's dtype, if it is another one."""
+    num_rows = num_decodes + num_few + num_chunks
     caches = kernels.new_cache(1, block_size, 2, head_dim, stored or dtype, torch.device("cpu"))
     batch = SimpleNamespace(
-        num_decodes=num_decodes, seq_lens=ints(num_rows, offset),
+        num_decodes=num_decodes, is_padded=False, seq_lens=ints(num_rows, offset),
         cu_seqlens_q=ints(num_rows + 1, offset),
         block_tables=ints(num_rows * width, offset).view(num_rows, width))
-    q = torch.zeros(num_decodes + 9 * num_chunks, 4, head_dim, dtype=dtype)
+    num_tokens = num_decodes + 5 * num_few + 99 * num_chunks
+    q = torch.zeros(num_tokens, 2 * group, head_dim, dtype=dtype)
     kernels.paged_attention(q, *caches, batch, scale=0.1, **options)
 
 

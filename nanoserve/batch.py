@@ -86,6 +86,7 @@ class Batch:
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
     network: int = 0  # see `Step`
+    is_padded: bool = False  # for a graph whose rows may have several tokens: no row is a decode
 
     @classmethod
     def views(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":

@@ -12,8 +12,9 @@ Dao et al. 2022):
     query 37, heads 0 1 2 |        └─ no mask needed ─┘  masked        block_size, kv_heads, D)
     padding to BLOCK_M
 
-Decode is the same with one query: one source, two launches. Few rows with long contexts don't fill
-a GPU: their keys are split over programs whose results `_combine_kernel` joins (flash-decoding).
+Decode is the same with one query: one source, two launches. Rows of a few queries, drafts that are
+checked, take a lower tile. Few rows with long contexts don't fill a GPU: their keys are split over
+programs whose results `_combine_kernel` joins (flash-decoding).
 
 Invariant: a launch depends on shapes and on `num_decodes` alone, never on a length; what varies is
 read from the device. So a CUDA graph of a launch stays valid, and nothing is tuned at run time.
@@ -58,14 +59,19 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 i
 # are few programs, which load two tiles ahead (docs/LOG.md, "A first run on a GPU").
 # Prefill is bound by flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, wgmma's least;
 # with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
+# Few queries a row are bound by reading, as a decode is: BLOCK_M is what they need, within what
+# leaves two programs the registers of a multiprocessor (64 spills on sm_80; it is wgmma's least).
 LAUNCHES = {
     ("sm_80", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
     ("sm_80", "split"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("sm_80", "few"): dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2),
     ("sm_80", "prefill"): dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3),
     ("sm_90", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2),
     ("sm_90", "split"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("sm_90", "few"): dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3),
     ("sm_90", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
 }
+FEW = 16  # queries a row, on average, that are checked drafts and no chunk of a prompt
 SPLIT_PROGRAMS = 2  # worth starting on each multiprocessor; 4 were slower (docs/LOG.md)
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
@@ -80,54 +86,65 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     both with the same strides; the last dimension contiguous. fp16, bf16, fp32. Any head size (a
     power of two wastes nothing) and any block size (best a multiple of BLOCK_N; with other sizes
     each key looks up its block). In 8 bits K's scales multiply scores, and V's the weights of the
-    softmax. In a graph `num_decodes` is the recorded size; rows of padding have seq_len 0 and yield
-    zeros.
+    softmax. In a graph `num_decodes` is the recorded number of rows, or 0 where rows have several
+    tokens. Padding, of rows (seq_len 0) and behind the last row's tokens, yields zeros.
     """
     assert k_cache.stride() == v_cache.stride(), "one set of strides serves K and V"
     (k_cache, k_scales), (v_cache, v_scales) = map(numbers_and_scales, (k_cache, v_cache))
     arch, out = table_line(q.device), torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_decodes, num_rows = batch.num_decodes, len(batch.seq_lens)
+    num_chunks, num_tokens = num_rows - num_decodes, len(q) - num_decodes  # behind the decodes
     block_size, num_kv_heads = k_cache.shape[1:3]
-    group = num_heads // num_kv_heads
+    group, longest = num_heads // num_kv_heads, batch.block_tables.shape[1] * block_size
     tiles = partial(_tiles, arch, q.dtype, group, head_dim, k_scales is not None)
 
-    def launch(phase: str, programs: int, splits: int, out: torch.Tensor, stats=None) -> None:
+    def launch(phase: str, programs: int, out: torch.Tensor) -> None:
+        """out: of the tokens that these programs compute, from first_token on."""
+        first_token = 0 if phase == "decode" else num_decodes
+        splits, result, stats = 1, out, None
+        if phase != "prefill" or longest > MIN_SPLIT_KEYS:
+            splits = _num_splits(programs, num_kv_heads, multiprocessors(q.device))
+        if splits > 1:  # each gives a weighted sum, its highest score and its sum of weights
+            phase = "split" if phase == "decode" else phase
+            shape, on = (splits, *out.shape[:2]), dict(dtype=torch.float32, device=q.device)
+            result, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
+        elif batch.is_padded:
+            out.zero_()
+        is_decode = first_token < num_decodes
         _attention_kernel[num_kv_heads, programs, splits](
-            q, k_cache, v_cache, k_scales, v_scales, out, stats, sinks, batch.block_tables,
-            batch.seq_lens, batch.cu_seqlens_q, num_decodes, num_rows, batch.block_tables.stride(0),
-            scale * LOG2E.value, *q.stride()[:2], *k_cache.stride()[:3], *out.stride()[-3:-1],
-            out.stride(0), GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            WINDOW=window or 0, SOFTCAP=softcap or 0.0, DECODE=phase != "prefill",
-            MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **tiles(phase), **FMA)
+            q, k_cache, v_cache, k_scales, v_scales, result, stats, sinks, batch.block_tables,
+            batch.seq_lens, batch.cu_seqlens_q, num_decodes, num_rows, first_token,
+            batch.block_tables.stride(0), scale * LOG2E.value, *q.stride()[:2],
+            *k_cache.stride()[:3], *result.stride()[-3:-1], result.stride(0), GROUP=group,
+            HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SOFTCAP=softcap or 0.0,
+            DECODE=is_decode, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **tiles(phase), **FMA)
+        if splits > 1:
+            _combine_kernel[num_heads, len(out)](
+                result, stats, out, None if is_decode else batch.cu_seqlens_q, num_rows,
+                first_token, splits, *out.stride()[:2], HEAD_DIM=head_dim, MAX_SPLITS=MAX_SPLITS,
+                BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, **FMA)
 
-    if num_decodes > 0:
-        splits = _num_splits(num_decodes, num_kv_heads, multiprocessors(q.device))
-        if splits == 1:
-            launch("decode", num_decodes, 1, out)
-        else:  # each split gives a weighted sum, its highest score and its sum of weights
-            shape, on = (splits, num_decodes, num_heads), dict(dtype=torch.float32, device=q.device)
-            sums, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
-            launch("split", num_decodes, splits, sums, stats)
-            _combine_kernel[num_heads, num_decodes](
-                sums, stats, out, splits, *out.stride()[:2], HEAD_DIM=head_dim,
-                MAX_SPLITS=MAX_SPLITS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, **FMA)
-    if num_decodes < num_rows:
-        block_q = tiles("prefill")["BLOCK_M"] // group
+    if num_decodes:
+        launch("decode", num_decodes, out[:num_decodes])
+    if num_chunks:
+        phase = "few" if num_tokens <= FEW * num_chunks else "prefill"
         # At most one tile of a row is not full; the programs that this counts too many return.
-        launch("prefill", (len(q) - num_decodes) // block_q + num_rows - num_decodes, 1, out)
+        launch(phase, num_tokens // (tiles(phase)["BLOCK_M"] // group) + num_chunks,
+               out[num_decodes:])
     return out
 
 
-def _num_splits(num_rows: int, num_kv_heads: int, num_multiprocessors: int) -> int:
-    """Over how many programs a decode row's keys are spread: a power of two, from shapes alone.
+def _num_splits(num_tiles: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """Over how many programs the keys of a tile, or of a row that decodes, are spread: a power of
+    two, from shapes alone.
 
-    On an H100 with 8 KV heads: 32 for one row, 4 for 8, 2 for 16, and 1 from 32 rows on.
+    On an H100 with 8 KV heads: 32 for one tile, 4 for 8, 2 for 16, and 1 from 32 on.
     """
     if INTERPRETED:  # one program after the other: nothing to gain
         return 1
     programs = SPLIT_PROGRAMS * num_multiprocessors
-    wanted = min(programs // (num_rows * num_kv_heads), MAX_SPLITS)
+    wanted = min(programs // (num_tiles * num_kv_heads), MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
@@ -140,7 +157,9 @@ def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_int8: bo
     entry = LAUNCHES[arch, phase]
     block_d = max(16, triton.next_power_of_2(head_dim))
     size = block_d * dtype.itemsize ** 2  # 512 for the table's 128 numbers of 2 bytes
-    block_m = max(16, entry["BLOCK_M"] * 512 // max(size, 512), triton.next_power_of_2(group))
+    most = entry["BLOCK_M"] if phase != "few" else min(
+        entry["BLOCK_M"], triton.next_power_of_2(FEW * group))
+    block_m = max(16, most * 512 // max(size, 512), triton.next_power_of_2(group))
     block_n = max(16, min(64, entry["BLOCK_N"] * 512 // size) >> is_int8)
     return entry | dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
                         num_stages=entry["num_stages"] + (is_int8 and phase == "prefill"))
@@ -148,19 +167,20 @@ def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_int8: bo
 
 # Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of
 # an address in the batch's buffer, would otherwise compile another program.
-@triton.jit(do_not_specialize=["num_decodes", "num_rows", "table_stride"],
+@triton.jit(do_not_specialize=["num_decodes", "num_rows", "first_token", "table_stride"],
             do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"])
 def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, stats_ptr,
                       sinks_ptr, tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, num_decodes, num_rows,
-                      table_stride, scale, q_stride_token, q_stride_head, kv_stride_block,
-                      kv_stride_slot, kv_stride_head, out_stride_token, out_stride_head,
-                      out_stride_split,
+                      first_token, table_stride, scale, q_stride_token, q_stride_head,
+                      kv_stride_block, kv_stride_slot, kv_stride_head, out_stride_token,
+                      out_stride_head, out_stride_split,
                       GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DECODE: tl.constexpr,
                       MIN_SPLIT_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                       BLOCK_D: tl.constexpr):
-    """Grid: (KV heads, decode rows or prefill tiles, splits); KV heads are neighbours in memory and
-    so run side by side. With `stats_ptr` the result is a split's, and not divided yet."""
+    """Grid: (KV heads, decode rows or tiles of others, splits); KV heads are neighbours in memory
+    and so run side by side. The result begins with that of first_token. With `stats_ptr` it is a
+    split's, and not divided yet."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head, program, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DECODE:
@@ -223,10 +243,11 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
 
     if stats_ptr is None:
         acc = acc / tl.where(total == 0, 1, total)[:, None]  # no keys at all: a row of padding
-    else:
-        at = ((split * tl.num_programs(1) + row) * tl.num_programs(0) * GROUP + heads) * 2
-        tl.store(stats_ptr + at, highest, mask=queries <= last_query)
-        tl.store(stats_ptr + at + 1, total, mask=queries <= last_query)
+    tokens -= first_token
+    if stats_ptr is not None:
+        at = split * (out_stride_split // HEAD_DIM) + tokens * tl.num_programs(0) * GROUP + heads
+        tl.store(stats_ptr + 2 * at, highest, mask=queries <= last_query)
+        tl.store(stats_ptr + 2 * at + 1, total, mask=queries <= last_query)
     tl.store(out_ptr + split * out_stride_split + tokens[:, None] * out_stride_token
              + heads[:, None] * out_stride_head + dims[None, :],
              acc.to(out_ptr.dtype.element_ty), mask=in_tile)
@@ -308,18 +329,24 @@ def _block_ids(table_ptr, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.const
         return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _combine_kernel(sums_ptr, stats_ptr, out_ptr, num_splits, out_stride_token, out_stride_head,
-                    HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Join the splits of one head of a row. Grid: (heads, rows).
+@triton.jit(do_not_specialize=["num_rows", "first_token", "num_splits"],
+            do_not_specialize_on_alignment=["cu_seqlens_q_ptr"])
+def _combine_kernel(sums_ptr, stats_ptr, out_ptr, cu_seqlens_q_ptr, num_rows, first_token,
+                    num_splits, out_stride_token, out_stride_head, HEAD_DIM: tl.constexpr,
+                    MAX_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Join the splits of one head of a token. Grid: (heads, tokens from first_token on).
 
-    sums: (splits, rows, heads, head_dim); stats: (splits, rows, heads, 2). A split without keys has
-    sum 0, total 0 and a highest score of -1e30; splits from num_splits on are treated as such.
+    sums: (splits, tokens, heads, head_dim); stats: (splits, tokens, heads, 2). A split without keys
+    has sum 0, total 0 and a highest score of -1e30; splits from num_splits on are treated as such,
+    and all of a token behind the last row's: nobody has written them. (A decode is no such token.)
     """
-    head, row = tl.program_id(0), tl.program_id(1)
+    head, token = tl.program_id(0), tl.program_id(1)
     splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
+    if cu_seqlens_q_ptr is not None:
+        end = tl.load(cu_seqlens_q_ptr + num_rows)
+        num_splits = tl.where(first_token + token < end, num_splits, 0)
     there = splits < num_splits
-    at = (splits * tl.num_programs(1) + row) * tl.num_programs(0) + head
+    at = (splits * tl.num_programs(1) + token) * tl.num_programs(0) + head
     highest = tl.load(stats_ptr + 2 * at, mask=there, other=-1e30)
     total = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0)
     weights = tl.exp2(highest - tl.max(highest, 0))  # (MAX_SPLITS,)
@@ -327,5 +354,5 @@ def _combine_kernel(sums_ptr, stats_ptr, out_ptr, num_splits, out_stride_token, 
                    mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     total = tl.sum(total * weights, 0)
     out = tl.sum(sums * weights[:, None], 0) / tl.where(total == 0, 1, total)
-    tl.store(out_ptr + row.to(tl.int64) * out_stride_token + head * out_stride_head + dims,
+    tl.store(out_ptr + token.to(tl.int64) * out_stride_token + head * out_stride_head + dims,
              out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -48,10 +48,10 @@ USES = {"rms_norm": ["rms_norm", "add_rms_norm"], "linear": ["pack", "linear"],
         "paged_attention": ["new_cache", "norm_rope_store", "paged_attention"]}
 WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
 ROWS = (1, 9, 64)
-# (query_len, seq_len) of each row: a long one, whose keys are split; many; chunks and decodes.
+# (query_len, seq_len) of each row: a long one, whose keys are split; many; decodes beside others.
 CROWDS = {"1 row": [(1, 700)], "9 rows": [(1, n) for n in range(1, 80, 9)],
           "64 rows": [(1, 1 + n % 7) for n in range(64)],
-          "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
+          "drafts": [(1, 30), (5, 700), (2, 33)], "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
 Compared = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # a name, a result, the right one
 
 

@@ -250,6 +250,36 @@ def test_many_short_rows_find_their_tiles(attend):
     assert_equals_twins(attend, *cut(rng, query_lens, query_lens, 16), (8, 1), 32, 16)
 
 
+@pytest.mark.parametrize("heads, head_dim, dtype, how", [
+    ((8, 1), 64, torch.float16, dict()), ((5, 1), 32, torch.float32, dict(
+        window=40, softcap=3.0, sinks=True, arch="sm_90")),
+    ((4, 2), 32, torch.float32, dict(stored=torch.int8, window=70, arch="sm_90"))], ids=str)
+def test_rows_of_a_few_queries(attend, heads, head_dim, dtype, how):
+    """Drafts of some rows beside decodes: a tile holds all queries of a row, or part of them."""
+    rng, query_lens, seq_lens = random.Random(head_dim), [1, 2, 5, 25, 3], [99, 2, 260, 90, 66]
+    for splits in (1, 4) if how else (4,):
+        assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), heads, head_dim, 16,
+                            dtype, splits=splits, **how)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_padding_behind_the_tokens_of_rows_with_drafts_yields_zeros(attend, splits):
+    """A graph's batch: rows of 1, 5 and 3 queries, two rows of padding, five tokens of it."""
+    query_lens, seq_lens = [1, 5, 3], [200, 129, 3]
+    tables, num_blocks = cut_tables(random.Random(1), seq_lens, 16)
+    caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, query_lens,
+                                                     seq_lens)]
+    padded = make_batch(tables + [[10 ** 6]] * 2, query_lens + [0] * 2, seq_lens + [0] * 2)
+    padded.num_decodes, padded.is_padded = 0, True
+    small = make_batch(tables, query_lens, seq_lens)
+    q = torch.full((14, 4, 32), torch.nan, device=DEVICE)
+    q[:9] = torch.randn(9, 4, 32, device=DEVICE)
+    to_device(padded), to_device(small)
+    got = attend(q, *caches, padded, 0.2, splits=splits)
+    assert torch.equal(got[9:], torch.zeros(5, 4, 32, device=DEVICE))
+    assert_close(got[:9], attend(q[:9], *caches, small, 0.2), rtol=2e-5, atol=2e-5)
+
+
 def test_large_scores_do_not_overflow(attend):
     """Multiples of 128 up to some 2 ** 18, which no order of adding them up rounds: of scores that
     were rounded two might be so near each other that their weights differ from the twin's."""
@@ -359,7 +389,12 @@ def test_a_launch_does_not_depend_on_lengths(monkeypatch):
     for seq_lens in ([1, 1, 1, 1], [64, 3, 5, 0], [0, 0, 0, 64]):
         batch = make_batch([[1, 2, 3, 4]] * 4, [1] * 4, seq_lens)
         kernels.paged_attention(q, cache, cache, batch, 0.2)
-    assert len(launches) == 6 and launches[:2] == launches[2:4] == launches[4:]
+    for query_lens in ([1, 2, 1, 0], [4, 0, 0, 0], [0, 0, 0, 0]):  # drafts, in a graph for four
+        batch = make_batch([[1, 2, 3, 4]] * 4, query_lens, [n and 60 for n in query_lens])
+        batch.num_decodes, batch.is_padded = 0, True
+        kernels.paged_attention(q, cache, cache, batch, 0.2)
+    assert len(launches) == 12 and launches[:2] == launches[2:4] == launches[4:6]
+    assert launches[6:8] == launches[8:10] == launches[10:] != launches[:2]
 
 
 def test_the_number_of_splits(monkeypatch):

@@ -68,7 +68,7 @@ def check_attention(heads, head_dim, block_size, dtype, rows, window=None, softc
         at += query_len
     query_lens = [n for n, _ in rows]
     batch = SimpleNamespace(
-        num_decodes=query_lens.count(1), block_tables=tables.to(DEVICE),
+        num_decodes=query_lens.count(1), is_padded=False, block_tables=tables.to(DEVICE),
         seq_lens=torch.tensor([n for _, n in rows], dtype=torch.int32, device=DEVICE),
         cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).to(DEVICE, torch.int32))
     caches = [as_kernels_have_it(stored(cache)) for cache in (k_cache, v_cache)]
@@ -108,6 +108,23 @@ def test_splits_are_joined(splits, monkeypatch):
 def test_attention_to_keys_and_values_of_8_bits(head_dim, dtype):
     check_attention((16, 8), head_dim, 16, dtype, MIX, stored=ops.quantised)
     check_attention((8, 8), head_dim, 64, dtype, MIX, 1000, 30.0, stored=ops.quantised)
+
+
+FEW = [(1, 700), (5, 8000), (2, 2), (16, 3000), (3, 65)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (16, 8), (32, 8), (40, 5), (24, 2)], ids=str)
+def test_a_few_queries_a_row(heads, dtype):
+    """Checked drafts: what each head's group makes of the tile, split and whole."""
+    check_attention(heads, 128, 16, dtype, FEW)
+    check_attention(heads, 64, 32, dtype, FEW * 12, window=900, softcap=30.0)
+    check_attention(heads, 128, 16, dtype, FEW, stored=ops.quantised)
+
+
+def test_a_turn_behind_a_long_prefix():
+    """50 tokens behind 30,000: a prefill of few tiles, whose keys are split."""
+    check_attention((32, 8), 128, 16, torch.bfloat16, [(50, 30_000)])
 
 
 def test_a_full_batch_of_decodes():
