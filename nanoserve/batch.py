@@ -58,10 +58,10 @@ class Batch:
     """One step's numbers, as views of the buffer. b rows.
 
     This is **the table of sections**: the buffer's size, writing and reading follow from it. Seeds
-    lead, because a number of 64 bits must begin at an even index. In a step of decodes the lengths
-    down to `sample_rows` depend on the number of rows alone, so a CUDA graph finds each section at
-    its old address. A batch is padded to a graph's number of rows: padding attends to nothing
-    (seq_len 0) and writes nothing (slot -1).
+    lead, because a number of 64 bits must begin at an even index. Where each token is sampled, the
+    lengths down to `sample_rows` depend on the number of rows and of tokens alone, so a CUDA graph
+    finds each section at its old address. A batch is padded to a graph's numbers: padding attends
+    to nothing (seq_len 0, or behind the last row's tokens) and writes nothing (slot -1).
     """
 
     seeds: torch.Tensor = section("params", 0, "int64")  # this and the next: see SamplingParams
@@ -136,6 +136,7 @@ class BatchBuilder:
                  num_buffers: int = 2):
         self.block_size, width = block_size, -(-max_model_len // block_size)
         num_samples = max_num_seqs + min(max_num_seqs * num_drafts, max_num_batched_tokens)
+        self.most_samples = min(num_samples, max_num_batched_tokens)  # of what one step computes
         most = {"token": max_num_batched_tokens, "row": max_num_seqs,
                 "start": max_num_seqs + 1,  # each row's, and the end of the last
                 "block": max_num_seqs * width,
@@ -154,10 +155,10 @@ class BatchBuilder:
         self.table_lens = [0] * max_num_seqs
         self.params = np.zeros(max_num_seqs, dtype=PARAMS)
 
-    def build(self, step: Step, num_rows: int | None = None) -> Batch:
+    def build(self, step: Step, size: tuple[int, int] | None = None) -> Batch:
         """Write `step`, copy it to the device, and return the views. O(rows) in Python."""
         buffer = self.take_buffer()
-        self.write(step, buffer, num_rows)
+        self.write(step, buffer, size)
         return self.read(buffer)
 
     def take_buffer(self) -> torch.Tensor:
@@ -180,16 +181,21 @@ class BatchBuilder:
                 self.copied[self.turn].record()
         return Batch.views(buffer.numpy(), device)
 
-    def write(self, step: Step, buffer: torch.Tensor, num_rows: int | None = None) -> None:
-        """Fill the buffer. num_rows: what a step of decodes is padded to, for a graph."""
+    def write(self, step: Step, buffer: torch.Tensor, size: tuple[int, int] | None = None) -> None:
+        """Fill the buffer. size: the rows and tokens that a step is padded to, for a graph. Each of
+        its tokens is sampled."""
         width = max([len(seq.block_table) for seq in step.num_new_tokens], default=1)
         numbers = self._numbers(step, width)
-        missing = 0 if num_rows is None else num_rows - len(step.num_new_tokens)
+        missing = {}
+        if size is not None:
+            rows, tokens = size[0] - len(step.num_new_tokens), size[1] - step.num_tokens
+            missing = dict(row=rows, start=rows, block=rows * width,
+                           token=tokens, sample=tokens, params=tokens)
         host, at, lengths = buffer.numpy(), HEADER, []
         for name, (per, padding, dtype, _) in SECTIONS.items():
             values, num_padding = numbers[name], 0
             if missing and padding is not None:
-                num_padding = missing * width if per == "block" else missing
+                num_padding = missing[per]
             length = (len(values) + num_padding) * dtype.itemsize // 4
             if length:  # most steps leave some sections empty, and each write costs
                 place = host[at:at + length].view(dtype)

@@ -37,7 +37,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
 from nanoserve.device.choice import namespace
-from nanoserve.device.graphs import CudaGraph, DecodeGraphs, recorded
+from nanoserve.device.graphs import CudaGraph, DecodeGraphs, Size, recorded
 from nanoserve.device.memory import (
     count_kv_blocks,
     current,
@@ -209,7 +209,8 @@ class ModelRunner:
         """Graphs, once weights and cache are there; none where that fails, which is said."""
         if self.wants_graphs and self.kv_cache and self.model is not None:
             with self.on_device():
-                self.graphs = recorded(self.builder, self._decode, self.graph_class)
+                self.graphs = recorded(self.builder, self._decode, self.graph_class,
+                                       len(self.networks), self.parts.num_drafts)
 
     @property
     def wants_graphs(self) -> bool:
@@ -259,7 +260,7 @@ class ModelRunner:
             return output.to_host()
 
     def run(self, message: torch.Tensor, step: Step | None = None,
-            size: int | None = None) -> SamplerOutput:
+            size: Size | None = None) -> SamplerOutput:
         """Compute a written step, on every rank. step: the same, as only rank 0 knows it; what the
         others return is a stand-in for rank 0's tokens. size: of the graph that is replayed."""
         batch = self.builder.read(message)
@@ -269,9 +270,10 @@ class ModelRunner:
             return SamplerOutput(batch.logits_indices.long())
         model, chosen = self.networks[batch.network], None
         if size is None:
-            hidden = self._forward(model, batch)
+            hidden = self._forward(batch, torch.cat(
+                (batch.logits_indices, batch.prompt_logprob_indices)).long())
         else:
-            hidden, chosen = self.graphs.replay(batch)
+            hidden, chosen = self.graphs.replay(batch, size)
         if self.pooler is not None:
             return self.pooler.pool(hidden, len(batch.logits_indices))
         finish = partial(sample, inputs=SamplingInputs.of(step, batch, self.parts.constraints),
@@ -283,23 +285,24 @@ class ModelRunner:
         if not output.is_kept and (self.config.async_scheduling or batch.network):
             self._keep(batch, output.token_ids)
         if size is not None:
-            output.token_ids = output.token_ids[:len(step.sampling)]  # without the padding's
+            output.token_ids = output.token_ids[:len(step.samples())]  # without the padding's
         return output
 
-    def _forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Hidden states of the tokens that sample, then of those that score a prompt."""
-        wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices)).long()
+    def _forward(self, batch: Batch, wanted: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states of the wanted tokens; None: of all."""
         if self.adapters is not None:
             self.adapters.choose(batch, wanted)
         ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
         kv_cache = self.kv_cache[len(self.model.kv_shapes):] if batch.network else self.kv_cache
-        return model(ids, batch.positions, kv_cache, batch, wanted)
+        return self.networks[batch.network](ids, batch.positions, kv_cache, batch, wanted)
 
     def _decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """What graphs record: each row computes one token and chooses the next, without edits."""
-        ids = self._known(batch.input_ids)
-        hidden = self.model(ids, batch.positions, self.kv_cache, batch)
-        token_ids = choose_plain(self.model.compute_logits(hidden), batch, self.ops)
+        """What graphs record: the token behind each of the batch's is chosen, without edits. With
+        several of a row, the samples are in another order than the tokens."""
+        hidden = self._forward(batch, batch.logits_indices.long() if batch.is_padded else None)
+        logits = self.networks[batch.network].compute_logits(hidden)
+        token_ids = (self.ops.argmax(logits) if batch.network  # drafts are greedy
+                     else choose_plain(logits, batch, self.ops))
         self._keep(batch, token_ids)
         return hidden, token_ids
 

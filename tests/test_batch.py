@@ -286,10 +286,10 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
             for i in range(4)]
     for row, seq in enumerate(seqs):
         seq.row, seq.block_table = row + 1, [3 + row, 9]
-    full = staged.build(Step(0, dict.fromkeys(seqs, 1), [4] * 4, seqs), 4)
+    full = staged.build(Step(0, dict.fromkeys(seqs, 1), [4] * 4, seqs), (4, 4))
     addresses = {name: getattr(full, name).data_ptr() for name in SECTIONS}
     step = Step(1, dict.fromkeys(seqs[2:], 1), [4, 4], seqs[2:])
-    batch = staged.build(step, 4)
+    batch = staged.build(step, (4, 4))
     assert (batch.num_decodes, len(batch.query_lens), batch.num_tokens) == (4, 4, 4)
     assert batch.input_ids.tolist() == [24, 34, 0, 0]
     assert batch.slot_mapping.tolist() == [36, 36, -1, -1]
@@ -305,6 +305,26 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
     for name in list(SECTIONS)[:12]:  # the others are empty, or as wide as a table
         assert getattr(batch, name).data_ptr() == addresses[name], name
         assert getattr(batch, name).shape == getattr(full, name).shape, name
+
+
+def test_a_batch_of_rows_with_drafts_is_padded_behind_the_last_of_them():
+    """Two rows, the first with three drafts, in a batch of four rows and eight tokens. A decode
+    comes first; samples are in the order of the rows."""
+    staged = BatchBuilder(6, 24, MAX_LEN, 4, CPU, staged=True, num_drafts=3)
+    seqs = [make_sequence(i, range(10 * i, 10 * i + 5), temperature=.5 + i) for i in range(2)]
+    for row, seq in enumerate(seqs):
+        seq.row, seq.block_table = row, [3 + row, 9]
+    step = Step(0, {seqs[0]: 4, seqs[1]: 1}, [4, 4], seqs, {seqs[0]: [7, 8, 9]})
+    batch = staged.build(step, (4, 8))
+    assert batch.input_ids.tolist() == [14, 4, 7, 8, 9, 0, 0, 0]
+    assert batch.positions.tolist() == [4, 4, 5, 6, 7, 0, 0, 0]
+    assert batch.slot_mapping.tolist() == [36, 36, 37, 38, 39, -1, -1, -1]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 5, 5, 5]
+    assert batch.seq_lens.tolist() == [5, 8, 0, 0]
+    assert batch.logits_indices.tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
+    assert batch.sample_rows.tolist() == [0, 0, 0, 0, 1, -1, -1, -1]
+    assert batch.temperature.tolist() == [.5] * 4 + [1.5, 0, 0, 0]
+    assert batch.block_tables.tolist() == [[4, 9], [3, 9], [0, 0], [0, 0]]
 
 
 def test_an_empty_step_is_a_batch_of_nothing():

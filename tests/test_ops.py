@@ -195,7 +195,7 @@ def make_batch(tables: list[list[int]], query_lens: list[int], seq_lens: list[in
         step.sampling.append(seq)
     builder = BatchBuilder(max(len(tables), padded_to or 0), sum(query_lens) + 64,
                            max(seq_lens) + 64, block_size, CPU)
-    return builder.build(step, padded_to)
+    return builder.build(step, padded_to and (padded_to, padded_to))
 
 
 # query heads, KV heads, head size, block size

@@ -1,4 +1,4 @@
-"""CUDA graphs: a decode step is recorded once for each batch size, and then replayed.
+"""CUDA graphs: a step of decodes is recorded once for each batch size, and then replayed.
 
 A decode step of a small model is hundreds of short kernels, which take longer to start one by one
 from Python than to run; a graph starts them all at once. The price is that nothing in a graph can
@@ -12,8 +12,13 @@ change but the contents of memory:
 
 So batches come in sizes that are recorded beforehand, up to the largest there can be (nano-vllm's
 stopped below it, and the first full batch crashed), and each tensor of a batch is at the same
-address for the same size. Only steps of decodes are recorded, with the LM head and the choice of
-the tokens. In a step with prompt tokens the kernels run long enough to hide the launches.
+address for the same size. Only steps that choose a token behind each of theirs are recorded, with
+the LM head and the choice. In a step with prompt tokens the kernels run long enough to hide the
+launches.
+
+Where rows have drafts to check, a size is a number of rows and one of tokens, which rows share as
+it comes: one row with a draft beside 60 that decode is a replay, too. The first network has two
+such sizes for each number of rows, for a few drafts and for all that there can be.
 
 A recording keeps the memory of what it returns. So it returns hidden states and tokens, and no
 logits: those of 20 sizes and 152,000 tokens would be 0.7 GB. A step whose rows ask for edits or
@@ -31,7 +36,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from textwrap import shorten
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -40,6 +47,17 @@ from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.sequence import Step
 
 Recorded = tuple[torch.Tensor, ...]  # the function's results: the same memory at every replay
+FEW_DRAFTS = 15  # beyond one token a row, in a size for a few drafts: one row may have all of them
+MANY_TOKENS = 256  # from here on a step with drafts runs long enough to hide its launches
+
+
+class Size(NamedTuple):
+    """What a recording is for."""
+
+    rows: int
+    tokens: int
+    drafts: bool = False  # then a row may have any number of the tokens, else each has one
+    network: int = 0
 
 
 class CudaGraph:
@@ -64,12 +82,12 @@ class CudaGraph:
         return self.graph.pool()
 
 
-def recorded(builder: BatchBuilder, run: Callable[[Batch], Recorded],
-             graph_class: type) -> "DecodeGraphs | None":
+def recorded(builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_class: type,
+             num_networks: int = 1, num_drafts: int = 0) -> "DecodeGraphs | None":
     """`DecodeGraphs` of the same arguments; None, and a sentence on standard error, where recording
     fails. What was recorded by then gives its memory back. Raises what a broken device raises."""
     try:
-        return DecodeGraphs(builder, run, graph_class)
+        return DecodeGraphs(builder, run, graph_class, num_networks, num_drafts)
     except Exception as error:  # a recording that ends early may have an error of its own
         remedy, why = "", f"{type(error).__name__}: {shorten(str(error), 200)}"
         if torch.OutOfMemoryError in (type(error), type(error.__context__)):
@@ -86,19 +104,22 @@ def recorded(builder: BatchBuilder, run: Callable[[Batch], Recorded],
 
 
 class DecodeGraphs:
-    """The recordings of a step of decodes, by its number of rows.
+    """The recordings of a step of decodes, by its size.
 
     builder: makes the batches. run: what is recorded; nothing in it may depend on what the host
-    knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. Raises whatever
-    ends a recording: see `recorded`.
+    knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. num_networks: one
+    more than draft for the first. num_drafts: the most of a row. Raises whatever ends a recording:
+    see `recorded`.
     """
 
     @torch.inference_mode()
-    def __init__(self, builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_class: type):
+    def __init__(self, builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_class: type,
+                 num_networks: int = 1, num_drafts: int = 0):
         max_num_seqs, device = len(builder.tables), builder.device_buffer.device
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
-        self.sizes = graph_sizes(max_num_seqs)
-        self.graphs: dict[int, CudaGraph] = {}
+        self.sizes = all_sizes(max_num_seqs, num_networks, num_drafts, builder.most_samples)
+        self.graphs: dict[Size, CudaGraph] = {}
+        self.found: dict[tuple, Size | None] = {}  # see `size_for`
         start, memory = time.perf_counter(), None
         on_gpu = graph_class is CudaGraph
         if on_gpu:
@@ -107,7 +128,7 @@ class DecodeGraphs:
         # The largest first: the smaller ones fit into the memory that it took.
         for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
                          disable=None, leave=False):  # on a terminal; then the line below
-            batch = self._fix_tables(builder.build(Step(0), size))
+            batch = self._fix(builder.build(Step(0, network=size.network), size), size)
             run(batch)  # once for real: kernels are compiled, and libraries take what they need
             graph = self.graphs[size] = graph_class(memory)
             graph.capture(lambda batch=batch: run(batch))
@@ -118,25 +139,46 @@ class DecodeGraphs:
                    f"took {self.seconds:.1f} s and {self.memory / 2 ** 20:,.0f} MB",
                    file=sys.stderr)
 
-    def _fix_tables(self, batch: Batch) -> Batch:
-        """The same batch with block tables whose address and stride are always the same, too."""
-        num_rows, width = batch.block_tables.shape
-        fixed = self.tables[:num_rows]
+    def _fix(self, batch: Batch, size: Size) -> Batch:
+        """The same batch as every batch of its size looks to the host, with block tables whose
+        address and stride are always the same, too."""
+        width, fixed = batch.block_tables.shape[1], self.tables[:size.rows]
         fixed[:, :width].copy_(batch.block_tables)
-        return replace(batch, block_tables=fixed)
+        return replace(batch, block_tables=fixed, is_padded=size.drafts, num_unknown=1,
+                       num_decodes=0 if size.drafts else size.rows)
 
-    def size_for(self, step: Step) -> int | None:
+    def size_for(self, step: Step) -> Size | None:
         """What the step is padded to: the smallest recorded size that holds its rows, 16 for 9 of
-        them. None where more is computed than one token for each of the rows that sample."""
-        num_rows = len(step.sampling)
-        if num_rows == 0 or num_rows < step.num_tokens or step.network:
+        them, and its tokens. None if it computes tokens behind which none is sampled, or if there
+        is no such size."""
+        rows, tokens, network = key = len(step.num_new_tokens), step.num_tokens, step.network
+        if tokens == 0 or tokens > len(step.samples()):
             return None
-        return next(size for size in self.sizes if size >= num_rows)
+        if key not in self.found:
+            self.found[key] = next((size for size in self.sizes if (
+                size.rows >= rows and size.tokens >= tokens and size.network == network
+                and size.drafts == (tokens > rows))), None)
+        return self.found[key]
 
-    def replay(self, batch: Batch) -> Recorded:
-        """batch: padded to a recorded size."""
-        self._fix_tables(batch)
-        return self.graphs[len(batch.seq_lens)].replay()
+    def replay(self, batch: Batch, size: Size) -> Recorded:
+        """batch: padded to this size."""
+        self._fix(batch, size)
+        return self.graphs[size].replay()
+
+
+def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,
+              most_samples: int) -> list[Size]:
+    """From the fewest tokens to the most: of each network's decodes, and of the first network's
+    rows with drafts. Without a drafter a grammar may still force a few tokens."""
+    sizes = [Size(rows, rows, network=network) for rows in graph_sizes(max_num_seqs)
+             for network in range(num_networks)]
+    for fewer, rows in pairwise([0, *graph_sizes(max_num_seqs)]):
+        most = rows * num_drafts if num_drafts else FEW_DRAFTS
+        for drafts in (min(most, FEW_DRAFTS), most if rows + most <= MANY_TOKENS else 0):
+            tokens = min(rows + drafts, most_samples)
+            if tokens > fewer + 1 and drafts:  # one more row than before, and a draft
+                sizes.append(Size(rows, tokens, drafts=True))
+    return sorted(set(sizes), key=lambda size: (size.tokens, size.rows))
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

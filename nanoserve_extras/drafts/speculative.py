@@ -64,8 +64,7 @@ class Speculation(Extra):
         with in_words("speculative_config", ValueError):
             plan = self.kind.prepare(asked, plan)
         say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
-            "guesses a step" + (", which then runs without CUDA graphs"
-                                if config.on_gpu else ""))
+            "guesses a step")
         if config.async_scheduling:
             say("overlap is off: drafts follow tokens that the host must have seen")
         return replace(

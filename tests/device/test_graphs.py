@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from nanoserve import LLM, SamplingParams, llm
 from nanoserve.batch import BatchBuilder
-from nanoserve.device.graphs import DecodeGraphs, graph_sizes
+from nanoserve.device.graphs import DecodeGraphs, Size, all_sizes, graph_sizes
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sampler import SamplerOutput
 from nanoserve.sequence import Step
@@ -119,8 +119,8 @@ def recorded(monkeypatch):
         self, token_ids=self.token_ids.clone()))
     replayed = []
     replay = DecodeGraphs.replay
-    monkeypatch.setattr(DecodeGraphs, "replay", lambda self, batch: replayed.append(
-        len(batch.seq_lens)) or replay(self, batch))
+    monkeypatch.setattr(DecodeGraphs, "replay", lambda self, batch, size: replayed.append(
+        size) or replay(self, batch, size))
     return replayed
 
 
@@ -145,25 +145,56 @@ def test_every_batch_finds_a_size(max_num_seqs):
     """Sizes that ended below max_num_seqs were a crash at batch 17 of 20 (nano-vllm)."""
     sizes = graph_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
-    graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs.sizes = sizes
+    graphs = of_sizes(max_num_seqs)
     for num_rows in range(1, max_num_seqs + 1):
         size = graphs.size_for(decodes(range(num_rows)))
-        assert num_rows <= size <= max_num_seqs
-        assert size < 2 * num_rows + 16, "more padding than work"
-        assert all(other < num_rows for other in sizes if other < size)
+        assert num_rows <= size.rows == size.tokens <= max_num_seqs and not size.drafts
+        assert size.rows < 2 * num_rows + 16, "more padding than work"
+        assert all(other < num_rows for other in sizes if other < size.rows)
 
 
-def test_only_decodes_of_the_model_that_is_served_are_recorded():
-    """No chunk, no draft, no step that samples nothing, and none of a draft network."""
+def of_sizes(max_num_seqs: int, num_networks: int = 1, num_drafts: int = 0,
+             most_samples: int = 2048) -> DecodeGraphs:
+    """Without recordings."""
     graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs.sizes = graph_sizes(8)
-    step = decodes("abc")
-    assert graphs.size_for(step) == 4
-    assert graphs.size_for(replace(step, network=1)) is None
-    assert graphs.size_for(replace(step, num_new_tokens=dict(a=1, b=1, c=2))) is None
+    graphs.sizes = all_sizes(max_num_seqs, num_networks, num_drafts, most_samples)
+    graphs.found = {}
+    return graphs
+
+
+@pytest.mark.parametrize("num_drafts, most_samples", [(0, 40), (1, 80), (4, 200), (20, 600)])
+def test_any_row_may_have_some_drafts_beside_any_number_of_others(num_drafts, most_samples):
+    """Without a drafter a grammar forces tokens. Nothing is larger than the buffers."""
+    graphs, most = of_sizes(40, 1, num_drafts, most_samples), num_drafts or 15
+    for num_rows in range(1, 41):
+        for num_new in range(1, min(most, 15, most_samples - num_rows) + 1):
+            step = decodes(range(num_rows))
+            step.drafts[0], step.num_new_tokens[0] = [7] * num_new, 1 + num_new
+            size = graphs.size_for(step)
+            assert size.rows >= num_rows and size.tokens >= num_rows + num_new
+            assert size.tokens <= most_samples and size.rows <= 40
+            assert size.drafts and size.tokens < 2 * num_rows + 32, "more padding than work"
+    assert all(size.tokens <= 256 for size in graphs.sizes)
+    if num_drafts == 4:  # as many as there can be, of each row
+        step = decodes(range(30))
+        for row in range(30):
+            step.drafts[row], step.num_new_tokens[row] = [7] * 4, 5
+        assert graphs.size_for(step) == Size(32, 160, drafts=True)
+
+
+def test_what_is_recorded():
+    """Steps that sample behind each of their tokens: no chunk, and no step that samples nothing. Of
+    a draft network its decodes."""
+    graphs, step = of_sizes(8, 2, 3), decodes("abc")
+    assert graphs.size_for(step) == Size(4, 4)
+    assert graphs.size_for(replace(step, network=1)) == Size(4, 4, network=1)
+    longer = replace(step, num_new_tokens=dict(a=1, b=1, c=2))
+    assert graphs.size_for(longer) is None
+    assert graphs.size_for(replace(longer, drafts=dict(c=[7]))) == Size(4, 16, True)
+    assert graphs.size_for(replace(longer, drafts=dict(c=[7]), network=1)) is None
     assert graphs.size_for(replace(step, sampling=["a", "b"])) is None
-    assert graphs.size_for(Step(0)) is None
+    assert graphs.size_for(Step(0)) is None and of_sizes(8).size_for(
+        replace(step, network=1)) is None
 
 
 @torch.inference_mode()
@@ -185,14 +216,16 @@ def test_block_tables_are_copied_to_where_the_recording_reads_them():
     read = []
     builder = BatchBuilder(4, 8, 64, 4, torch.device("cpu"), staged=True)
     graphs = DecodeGraphs(builder, lambda batch: read.append(batch.block_tables), Called)
-    assert [tuple(tables.shape) for tables in read] == [(n, 16) for n in (4, 4, 2, 2, 1, 1)]
+    assert [tuple(tables.shape) for tables in read[1::2]] == [
+        (size.rows, 16) for size in graphs.graphs]
     seqs = [sequence(name, range(5), row=row, block_table=table)
             for row, (name, table) in enumerate(dict(a=[3], b=[7, 5], c=[2]).items())]
-    graphs.replay(builder.build(decodes(seqs), 4))
+    graphs.replay(builder.build(decodes(seqs), Size(4, 4)), Size(4, 4))
     assert read[1][:3, :2].tolist() == [[3, 0], [7, 5], [2, 0]]
-    graphs.replay(builder.build(decodes(seqs[2:]), 1))
-    assert read[5][0, 0] == 2 and read[1][1, :2].tolist() == [7, 5]
-    assert [graph.replays for graph in graphs.graphs.values()] == [1, 0, 1]
+    graphs.replay(builder.build(decodes(seqs[2:]), Size(1, 1)), Size(1, 1))
+    assert read[-1][0, 0] == 2 and read[1][1, :2].tolist() == [7, 5]
+    assert [size for size, graph in graphs.graphs.items() if graph.replays] == [Size(4, 4),
+                                                                                Size(1, 1)]
 
 
 # ---------------------------------------------------------- the same tokens
@@ -204,7 +237,8 @@ def test_every_batch_size_equals_transformers(checkpoints, references, recorded,
     size is replayed, with rows that change, leave early and leave stale numbers behind. Without
     overlap the host knows each row's input, which is all that differs."""
     engine = start(checkpoints["tiny"], depth, max_num_seqs=5)
-    assert engine.runner.graphs.sizes == [1, 2, 4, 5]
+    assert [size.rows for size in engine.runner.graphs.sizes if not size.drafts] == [
+        1, 2, 4, 5]
     for count in counts:
         prompts = [[10 * count + i, 7, 60 + i] + [40 + i] * (5 * i) for i in range(count)]
         params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=3 + i)
@@ -293,9 +327,10 @@ def test_new_weights_and_a_new_cache_are_recorded_anew(checkpoints, recorded):
 def test_a_recording_keeps_no_logits(checkpoints, recorded):
     """What it returns is its own for ever: the logits of 20 sizes would be 0.7 GB."""
     graphs = start(checkpoints["tiny"], max_num_seqs=2).runner.graphs.graphs
-    assert list(graphs) == [2, 1], "the largest first, in whose memory the others find room"
+    assert list(graphs) == [Size(2, 2), Size(1, 2, True), Size(1, 1)], (
+        "the largest first, in whose memory the others find room")
     for size, graph in graphs.items():
-        assert [tuple(out.shape) for out in graph.outputs] == [(size, 32), (size,)]
+        assert [tuple(out.shape) for out in graph.outputs] == [(size.tokens, 32), (size.tokens,)]
 
 
 @pytest.mark.parametrize("error, after, why", [
@@ -354,12 +389,24 @@ def test_a_forgotten_engine_is_freed_at_once(checkpoints, recorded):
         gc.enable()
 
 
+def test_forced_tokens_among_recorded_steps(checkpoints, references, recorded):
+    """A grammar forces tokens of one row, while the other only decodes."""
+    params = [SamplingParams(temperature=0, max_tokens=9, structured_outputs=dict(regex="abcdef")),
+              SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)]
+    engine = start(checkpoints["tiny"], max_num_seqs=4)
+    forced, free = engine.generate([[1, 7, 9], [5]], params, use_tqdm=False)
+    assert forced.outputs[0].text == "abcdef"
+    assert_same_text(free.outputs[0].token_ids, *references("tiny", [5], 5), "beside it")
+    assert {size.drafts for size in recorded} == {False, True}
+
+
 @pytest.mark.parametrize("asked", [
     dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1),
     dict(method="draft_model", num_speculative_tokens=2)], ids=["ngram", "draft_model"])
 def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
-    """Steps with drafts, and a draft model's, are computed as they are; those between are replayed.
-    Drawn and filtered tokens go through the kernel that draws, several for a row."""
+    """Steps with drafts of some rows, or of all, are replayed as those between, and so are the
+    decodes of a draft model. Drawn and filtered tokens go through the kernel that draws, several
+    for a row."""
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(0, 240, 12))]
     params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
               SamplingParams(temperature=0.4, top_k=40, top_p=0.9, seed=3, max_tokens=6,
@@ -389,4 +436,6 @@ def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
     engine.extra(Speculation).guesser.checked = lambda seq, num_right: None
     recorded.clear()
     assert texts(engine) == expected
-    assert recorded and engine.extra(Speculation).num_draft_tokens > 4
+    assert engine.extra(Speculation).num_draft_tokens > 4
+    assert {size.drafts for size in recorded} == {False, True}
+    assert {size.network for size in recorded} == {0, int(asked["method"] == "draft_model")}

@@ -56,8 +56,9 @@ def test_graphs_equal_eager_for_every_batch_size(checkpoints, references):
                             enforce_eager=eager) for eager in (False, True)}
     graphs, replayed = engines[False].runner.graphs, []
     replay = graphs.replay
-    graphs.replay = lambda batch: replayed.append(len(batch.seq_lens)) or replay(batch)
-    assert graphs.sizes[-1] == 20
+    graphs.replay = lambda batch, size: replayed.append(size) or replay(batch, size)
+    decodes = [size for size in graphs.sizes if not size.drafts]
+    assert decodes[-1].rows == 20
     for count in [*range(1, 21), 3, 20]:
         prompts = [[10 * count + i, 7, 60 + i] + [40 + i] * (5 * i) for i in range(count)]
         params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=4 + i % 7)
@@ -65,7 +66,7 @@ def test_graphs_equal_eager_for_every_batch_size(checkpoints, references):
         replayed.clear()
         texts = {eager: engine.generate(prompts, params, use_tqdm=False)
                  for eager, engine in engines.items()}
-        assert max(replayed) == min(size for size in graphs.sizes if size >= count)
+        assert max(replayed) == min(size for size in decodes if size.rows >= count)
         for graph, eager in zip(texts[False], texts[True], strict=True):
             ours, theirs = graph.outputs[0].token_ids, eager.outputs[0].token_ids
             if ours != theirs:  # then one of them must be a near-tie of the reference's
@@ -105,6 +106,42 @@ def test_small_weights_in_graphs_equal_widened_ones(checkpoints, prompts, quanti
         assert [token for token, _ in other] == [token for token, _ in found[0]]
         assert [logprob for _, logprob in other] == pytest.approx(
             [logprob for _, logprob in found[0]], abs=1e-3)
+
+
+@pytest.mark.parametrize("asked", [
+    dict(method="ngram", num_speculative_tokens=5, prompt_lookup_max=1),
+    dict(method="draft_model", num_speculative_tokens=3)], ids=["ngram", "draft_model"])
+def test_drafts_in_graphs_equal_transformers(checkpoints, references, prompts, asked):
+    """All rows with drafts, or some of them, of a text that repeats itself. Nothing waits but the
+    draft model's result."""
+    if asked["method"] == "draft_model":
+        asked = dict(asked, model=str(checkpoints["qwen3"]))
+    engine = start(checkpoints["qwen3"], speculative_config=asked)
+    graphs, replayed = engine.runner.graphs, set()
+    replay = graphs.replay
+    graphs.replay = lambda batch, size: replayed.add(size) or replay(batch, size)
+    guard(engine)
+    for some in (prompts, prompts[:1], [[5, 6, 7] * 4, *prompts[2:5]]):
+        assert_texts(engine.generate(some, GREEDY, use_tqdm=False), references, "qwen3", "drafts")
+    assert {size.drafts for size in replayed} == {False, True}
+    assert {size.network for size in replayed} == {0, int(asked["method"] == "draft_model")}
+
+
+def test_forced_tokens_in_graphs_equal_eager(checkpoints, prompts):
+    """A grammar forces the tokens of one row while others decode."""
+    params = [SamplingParams(temperature=0, max_tokens=24, structured_outputs=dict(
+        json=dict(type="object", properties=dict(a_long_name=dict(type="integer")),
+                  required=["a_long_name"], additionalProperties=False))),
+              *[SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3]
+    texts, replayed = [], set()
+    for eager in (False, True):
+        engine = start(checkpoints["qwen3"], enforce_eager=eager)
+        if not eager:
+            replay = engine.runner.graphs.replay
+            engine.runner.graphs.replay = lambda batch, size, replay=replay: (
+                replayed.add(size) or replay(batch, size))
+        texts.append(ids_of(engine.generate(prompts[:4], params, use_tqdm=False)))
+    assert texts[0] == texts[1] and any(size.drafts for size in replayed)
 
 
 KINDS = [dict(temperature=0), dict(temperature=0.8), dict(top_k=5, top_p=.7), dict(min_p=.2),
