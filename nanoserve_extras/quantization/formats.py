@@ -19,18 +19,22 @@ one weight in float32 and forgets the rest. `quantization="dequantize"` is this 
 saves no memory. `"int8"` rounds what comes out of here once more (quantized_linear.py). For
 `"int4"` 4 bits in groups are handed on as they are.
 
+Of a mixture (NVFP4 beside FP8, say) each matrix has the format of the group that names it.
+
 Invariant: what would change the text and is not computed here is refused by name, and so is a
-matrix of which a part is missing. `ignore` and `targets`, patterns for modules' names, are not
-read: the names of the tensors say the same. There are no products of 8-bit floats, which many of
-the GPUs that have them refuse, or do wrong in a graph.
+matrix of which a part is missing. `ignore` is not read, and `targets` only where groups differ: the
+names of the tensors say the same. There are no products of 8-bit floats, which many of the GPUs
+that have them refuse, or do wrong in a graph.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from nanoserve.checkpoint.loader import translated
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
 Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names
@@ -64,6 +68,7 @@ class Numbers(NamedTuple):
 class Format(NamedTuple):
     """Which tensors make a matrix, and how. optional: a part that some files do without.
     passed_over: scales beside it, by which activations, or keys and values, are rounded elsewhere.
+    find: of a mixture, the format of a matrix by its name.
     """
 
     parts: tuple[str, ...]
@@ -72,6 +77,14 @@ class Format(NamedTuple):
     is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
     optional: str = ""
     passed_over: tuple[str, ...] = ()
+    find: Callable[[str], "Format | None"] | None = None
+
+    def of(self, module: str) -> "Format":
+        """That of one matrix. Raises `ValueError` for one that no group of a mixture names."""
+        form = self if self.find is None else self.find(module)
+        if form is None:
+            raise ValueError(f"{module} is quantised, but config.json's groups don't name it")
+        return form
 
 
 def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
@@ -91,7 +104,8 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
         if part in OTHER_SCALES:
             raise ValueError(f"{file}: {name} is a scale of activations or of a KV cache, which "
                              "are not rounded here: use a checkpoint whose weights alone are")
-        if part not in form.parts or (part == "weight" and tensor.dtype not in STORED):
+        is_part = part in form.parts and (part != "weight" or tensor.dtype in STORED)
+        if not is_part or part not in (own := form.of(module)).parts:
             if part != "weight_zero_point" or tensor.any():  # older files of symmetric weights
                 yield file, name, tensor
             continue
@@ -99,14 +113,15 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
         if part in group:
             raise ValueError(f"{file}: the tensor {name} comes twice")
         group[part] = tensor
-        if len(group) == len(form.parts):
+        if len(group) == len(own.parts):
             del waiting[module]
-            yield file, module + ending, make_weight(file, module, group, form, keep)
+            yield file, module + ending, make_weight(file, module, group, own, keep)
     for module, group in waiting.items():
-        if {*form.parts} - {*group, form.optional}:
+        own = form.of(module)
+        if {*own.parts} - {*group, own.optional}:
             raise ValueError(f"{module} is quantised, but has only {', '.join(sorted(group))} of "
-                             f"{', '.join(form.parts)}; {len(waiting)} such in all")
-        yield file, module + ending, make_weight(file, module, group, form, keep)
+                             f"{', '.join(own.parts)}; {len(waiting)} such in all")
+        yield file, module + ending, make_weight(file, module, group, own, keep)
 
 
 def make_weight(file: Path, module: str, parts: Parts, form: Format,
@@ -142,11 +157,33 @@ def read_format(entry: dict) -> Format:
     if not isinstance(method, str) or method not in readers:
         refuse("quant_method", method, f"choose one of {', '.join(readers)}, auto-round")
     for name, value in entry.items():  # GPTQModel's dynamic, AutoRound's extra_config
-        for one in value.values() if isinstance(value, dict) else ():
+        for one in value.values() if isinstance(value, dict) and method != "modelopt" else ():
             if isinstance(one, dict) and one.get("bits") != 16 and any(  # 16: it is left plain
                     one.get(key, entry.get(key)) != entry.get(key) for key in BY_MODULE):
                 refuse(name, value, "all quantised matrices must have the same settings")
     return readers[method](entry)
+
+
+def mixed(groups: list[tuple[list[str], Format]]) -> Format:
+    """Formats by what each is for: names of matrices, or of modules above them, patterns ("re:...")
+    or the class of all ("Linear"), asked in this order, as compressed-tensors does."""
+    targets = [(target, form) for named, form in groups for target in named]
+    names = {translated(target): form for target, form in targets}
+    patterns = [(target[3:], form) for target, form in targets if target.startswith("re:")]
+    if len(names) < len(targets):
+        refuse("config_groups", [named for named, _ in groups], "no target may be in two")
+
+    def find(module: str) -> Format | None:
+        above = translated(module)
+        while above and above not in names:
+            above = above.rpartition(".")[0]
+        return names.get(above) or next((
+            form for pattern, form in patterns if re.match(pattern, module)), names.get("Linear"))
+
+    forms = [form for _, form in groups]
+    return Format(tuple({part for form in forms for part in form.parts}), forms[0].read,
+                  min(form.bits for form in forms), any(form.is_ordered for form in forms),
+                  passed_over=tuple({one for form in forms for one in form.passed_over}), find=find)
 
 
 def refuse(name: str, value: Any, remedy: str) -> None:
@@ -179,6 +216,13 @@ def section(entry: dict, name: str) -> dict:
     return value
 
 
+def strings(name: str, value: Any) -> list[str]:
+    """A list of names."""
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        refuse(name, value, "it must be a list of strings")
+    return value
+
+
 def read_fp8(entry: dict) -> Format:
     """DeepSeek's and Qwen's FP8: a scale for each block of 128 x 128. Mistral's: one for all of a
     matrix. Activations are rounded elsewhere, on the fly or by a fixed scale, and not here."""
@@ -193,7 +237,13 @@ def read_fp8(entry: dict) -> Format:
 
 
 def read_compressed(entry: dict) -> Format:
-    """compressed-tensors: llm-compressor's. `config_groups` may be many, if they are alike."""
+    """compressed-tensors: llm-compressor's. Each of `config_groups` may have a format."""
+    named = section(entry, "config_groups")
+    groups = [section(named, name) for name in named]
+    if any(group.get("weights") != groups[0].get("weights") for group in groups):
+        return mixed([(strings("targets", group.get("targets")), read_compressed(entry | dict(
+            format=group.get("format") or entry.get("format"), config_groups={name: group})))
+            for name, group in zip(named, groups, strict=True) if group.get("weights")])
     form = allow(entry, "format", ("float-quantized", "int-quantized", "pack-quantized",
                                    "nvfp4-pack-quantized", "mxfp4-pack-quantized"))
     is_nv = form == "nvfp4-pack-quantized"
@@ -201,11 +251,8 @@ def read_compressed(entry: dict) -> Format:
     for name in ("transform_config", "sparsity_config"):
         if (asked := section(entry, name)) and asked.get("format") != "dense":
             refuse(name, asked, "weights are neither rotated nor sparse here")
-    named = section(entry, "config_groups")
-    groups = [section(named, name) for name in named]
-    if not groups or any(group.get("weights") != groups[0].get("weights") for group in groups):
-        refuse("config_groups", entry.get("config_groups"), "there must be some, all with the "
-               "same weights")
+    if not groups:
+        refuse("config_groups", entry.get("config_groups"), "there must be some")
     fixed = False
     for group in groups:
         allow(group, "format", (form, None))
@@ -264,7 +311,12 @@ def read_modelopt(entry: dict) -> Format:
     """NVIDIA's Model Optimizer. 8-bit floats have one scale for the matrix, 4-bit ones a scale for
     each group of inputs and one of all. The KV cache's are passed over."""
     passed_over = (*ACTIVATIONS, *CACHED)
-    if allow(entry, "quant_algo", ("FP8", "NVFP4")) == "FP8":
+    if entry.get("quant_algo") == "MIXED_PRECISION":
+        layers = section(entry, "quantized_layers")
+        if not layers:
+            refuse("quantized_layers", entry.get("quantized_layers"), "it must say which")
+        return mixed([([name], read_modelopt(section(layers, name))) for name in layers])
+    if allow(entry, "quant_algo", ("FP8", "NVFP4", "MIXED_PRECISION")) == "FP8":
         return Format(("weight", "weight_scale"), lambda p: Numbers(
             checked(p["weight"], E4M3), None, p["weight_scale"], p["weight"].shape),
             passed_over=passed_over)

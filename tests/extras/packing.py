@@ -7,6 +7,7 @@ the code under test; one packer serves several formats where the formats say the
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -256,6 +257,23 @@ def write(source: Path, folder: Path, make: Callable[[int, int, int], Packed],
     config = json.loads((source / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps(config | dict(quantization_config=entry)))
     return quantized, dense
+
+
+def write_mixture(source: Path, folder: Path, makers: dict[str, Callable[[int, int, int], Packed]],
+                  entry: dict) -> tuple[Path, Path]:
+    """As `write`, but each matrix is packed by the maker whose pattern finds its name, if any."""
+    made: dict[str, Packed] = {}
+
+    def make(rows: int, columns: int, seed: int) -> Packed:
+        name = sorted(load_file(source / "model.safetensors"))[seed]
+        maker = next((one for part, one in makers.items() if re.search(part, name)), None)
+        if maker is None:
+            plain = load_file(source / "model.safetensors")[name]
+            return Packed(entry, dict(weight=plain), plain)
+        made[name] = maker(rows, columns, seed)
+        return made[name]._replace(entry=entry)
+
+    return write(source, folder, make)
 
 
 def save_parts(stored: dict[str, torch.Tensor], folder: Path, shards: int) -> None:
