@@ -25,7 +25,8 @@ from typing import Any
 
 from nanoserve.checkpoint.tokenizers import Tokenizer
 
-MARK_OF_TURN = r"<[|｜].+[|｜]>"  # DeepSeek's tokenizers don't call <｜User｜> special
+# DeepSeek's tokenizers don't call <｜User｜> special; Gemma 4 has <|turn> and <turn|>.
+MARK_OF_TURN = r"<[|｜].+>|<.+[|｜]>"
 
 
 class Rendered(str):

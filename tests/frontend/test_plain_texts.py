@@ -73,10 +73,10 @@ def test_all_that_a_client_sends_is_broken_and_images_stay_images():
 
 @pytest.mark.parametrize("special, text", [
     (["]~b]", "[e~["], "]~b]~b]user"), (["|<A>|", "|<B>|"], "|<A>|<B>|<A>|"),
-    (["<<S>>", "<S>", "S>>"], "a <<S>> b"), (["<s>"], "<｜User｜><|EOT|>")])
+    (["<<S>>", "<S>", "S>>"], "a <<S>> b"), (["<s>"], "<turn|><｜User｜><|EOT|>")])
 def test_special_tokens_within_others_and_marks_of_turns_are_plain(special, text):
-    """The first three are MiniMax's and made up; the last, DeepSeek's, aren't called special."""
-    plain = PlainTexts(byte_tokenizer(special, ["<｜User｜>", "<|EOT|>", "<think>"]))
+    """The first three are MiniMax's and made up; the last are called special by nobody."""
+    plain = PlainTexts(byte_tokenizer(special, ["<｜User｜>", "<|EOT|>", "<turn|>", "<think>"]))
     written = plain.around(lambda chat: "<｜User｜>" + chat[0])([text])
     first, *rest = plain.encode(written)
     assert written == f"<｜User｜>{text}" and first >= 256 > max(rest)
