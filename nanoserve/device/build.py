@@ -16,7 +16,8 @@ once, one builds and the others wait.
 Threads are OpenMP's. torch has loaded an OpenMP library already, and a second one would be a second
 set of threads that fights the first for the cores, so this library is linked to torch's own file.
 
-`CXX` names another compiler, `CXXFLAGS` adds flags.
+`CXX` names another compiler, `CXXFLAGS` adds flags. `NANOSERVE_TILES=1` asks for matrix tiles
+(matrix_tiles.h), which no CPU that has them has tried yet.
 """
 
 import ctypes
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -56,6 +58,8 @@ def load(source: Path | None = None) -> ctypes.CDLL:
     # A home may be shared by machines with different CPUs. The compiler's macros name the features.
     version, macros = (run([*command, *question.split()]) for question in (
         "--version", f"-dM -E -x c++ {os.devnull}"))
+    if tiles_for("__AMX_BF16__" in macros):
+        command.append("-DMATRIX_TILES")
     key = digest(repr((contents(source), command, version, macros, openmp)).encode())
     try:
         import fcntl  # not on Windows
@@ -70,6 +74,28 @@ def load(source: Path | None = None) -> ctypes.CDLL:
         raise BuildError(f"{source.name}'s library can't be kept or loaded ({error}): set "
                          "XDG_CACHE_HOME to a folder whose files may be run, or on Linux CXX to "
                          "g++, whose OpenMP library torch uses") from error
+
+
+@cache
+def tiles_for(cpu_has_them: bool) -> bool:
+    """Whether products take matrix tiles: if the user asks for them, the CPU has them and Linux
+    gives them. Says once why not. Raises `BuildError` for another value of the variable."""
+    asked = os.environ.get("NANOSERVE_TILES", "0")
+    if asked not in ("0", "1"):
+        raise BuildError(f"NANOSERVE_TILES={asked!r}: 1 asks for matrix tiles, 0 does not")
+    if asked == "0" or cpu_has_them and may_use_tiles():
+        return asked == "1"
+    why = "Linux refuses them to this process" if cpu_has_them else "this CPU has none"
+    tqdm.write(f"nanoserve: NANOSERVE_TILES=1, but {why}: products go without matrix tiles",
+               file=sys.stderr)
+    return False
+
+
+def may_use_tiles() -> bool:
+    """Ask Linux for the room that matrix tiles take in each thread's state. Without that the first
+    use ends the process; an old kernel or a sandbox refuses."""
+    arch_prctl, request_permission, tile_data = map(ctypes.c_long, (158, 0x1023, 18))
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def digest(content: bytes) -> str:

@@ -27,7 +27,7 @@
 //
 // Shapes and dtypes are checked in library.py before an address comes here. Built by build.py.
 
-#include "library.h"
+#include "matrix_tiles.h"
 
 #include <functional>
 #include <numeric>
@@ -62,8 +62,6 @@ inline float fast_exp(float x) {
 }
 inline float fast_tanh(float x) { return 1 - 2 / (1 + fast_exp(2 * x)); }
 
-template <class T> constexpr long PER_UNIT = 4 / sizeof(T);  // numbers
-
 template <class Sum, class T> inline Sum sum_of(const T *x, long count, bool squared = false) {
     Sum sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -73,6 +71,7 @@ template <class Sum, class T> inline Sum sum_of(const T *x, long count, bool squ
 
 // Unit u of a row of `count` numbers; what isn't there is zero.
 template <class T> inline uint32_t unit_of(const T *x, long u, long count) {
+    if (u * PER_UNIT<T> >= count) return 0;
     if constexpr (PER_UNIT<T> == 1) return as_bits(x[u]);
     else return x[2 * u].bits | (2 * u + 1 < count ? uint32_t(x[2 * u + 1].bits) << 16 : 0);
 }
@@ -87,6 +86,7 @@ inline void fetch(const void *at) { __builtin_prefetch(at, 0, 2); }
 template <class T> struct Plain {
     using Sum = Vector;
     using Line = Bits;
+    using Number = T;
     static constexpr int VECTORS = PANEL / LANES, WORDS = PANEL;  // a panel's unit, as stored
     static Line load(const uint32_t *at, int part) {
         Line line;
@@ -116,11 +116,12 @@ template <class T> struct Plain {
 // A sum of LONGEST_WHOLE products stays below 2^31. To widen each tile first was slower than a
 // cache of bfloat16: docs/LOG.md. A row's units are neighbours, as the softmax makes rows.
 constexpr long LONGEST_WHOLE = 512;  // numbers of a row
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(MATRIX_TILES)
 constexpr bool HAS_WHOLE = true;
 struct Whole {
     using Sum = __m512i;
     using Line = __m512i;
+    using Number = float;  // not of 16 bits: no matrix tiles
     static constexpr int VECTORS = 1, WORDS = PANEL / 2;
     static Line load(const uint32_t *at, int) {
         return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
@@ -191,7 +192,8 @@ Multiply pick_loop(int rows, long panels, std::integer_sequence<int, R...>) {
     return loops[panels / 2][rows - 1];
 }
 template <class Kind> Multiply loop_for(int rows, long panels) {
-    return pick_loop<Kind>(rows, panels, std::make_integer_sequence<int, MAX_ROWS[1]>());
+    if constexpr (ON_TILES<typename Kind::Number>) return loop_on_tiles(rows, panels);
+    else return pick_loop<Kind>(rows, panels, std::make_integer_sequence<int, MAX_ROWS[1]>());
 }
 
 // `count` numbers as int16, two a unit; returns their scale.
@@ -211,7 +213,13 @@ template <class X> float pack_whole(const X *x, long count, uint32_t *units) {
 struct Tiling {
     int rows, panels;  // sizes of a tile
     long tiles;
-    explicit Tiling(long count) {
+    explicit Tiling(long count, bool on_tiles) {
+        if (on_tiles) {
+            panels = 2;
+            rows = count > TILE ? 2 * TILE : TILE;
+            tiles = ceil_div(count, rows);
+            return;
+        }
         panels = count <= MAX_ROWS[4] ? 4 : count <= MAX_ROWS[2] || LANES == 16 ? 2 : 1;
         if (LANES == 16 && count > MAX_ROWS[2] && count <= MAX_ROWS[1]) panels = 1;
         tiles = ceil_div(count, MAX_ROWS[panels]);
@@ -227,7 +235,11 @@ void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_r
     for (int r = 0; r < tile_rows; r++) {
         const bool is_there = first + r < count;
         const T *row = x + (is_there ? at ? at[first + r] : first + r : 0) * inputs;
-        for (long u = 0; u < ceil_div(inputs, PER_UNIT<T>); u++)
+        if constexpr (ON_TILES<T>) {
+            put_on_tile(is_there ? row : nullptr, inputs, r, tile_rows, out);
+            continue;
+        }
+        for (long u = 0; u < units_in<T>(inputs); u++)
             out[u * tile_rows + r] = is_there ? unit_of(row, u, inputs) : 0;
     }
 }
@@ -241,9 +253,9 @@ template <class T>
 void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bias, T *out,
              long rows, long inputs, long outputs) {
     if (!rows) return;  // a step that samples nothing: the LM head need not be read
-    const Tiling tiling(rows);
-    const long units = ceil_div(inputs, PER_UNIT<T>), panels = ceil_div(outputs, PANEL);
-    const long tile_size = units * tiling.rows;
+    const Tiling tiling(rows, ON_TILES<T>);
+    const long units = units_in<T>(inputs), panels = ceil_div(outputs, PANEL);
+    const long tile_size = room_for<T>(inputs) * tiling.rows;
     uint32_t *packed = scratch<uint32_t>(0, tiling.tiles * tile_size);
     share_out(tiling.tiles, rows > 32, [&](long t) {
         pack_rows(x, at, t * tiling.rows, rows, tiling.rows, inputs, packed + t * tile_size);
@@ -251,17 +263,19 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
     const bool is_worth_it = rows * inputs * outputs > 65536;
     share_product(tiling.tiles, tiling.rows, panels, is_worth_it, [&](
             long first_tile, long end_tile, long p, long end) {
+        const tiles::Borrowed<ON_TILES<T>> borrowed;
         for (long width = tiling.panels; p < end; p += width) {
             while (p + width > end) width /= 2;
             const Multiply loop = loop_for<Plain<T>>(tiling.rows, width);
             const uint32_t *list[4], *next[4];
-            const long lines = end_tile - first_tile > 1 ? width * units : AHEAD / width;
+            const bool whole = end_tile - first_tile > 1 || ON_TILES<T>;
+            const long lines = whole ? width * units : AHEAD / width;
             for (int i = 0; i < width; i++) {
                 list[i] = weight + (p + i) * units * PANEL;
                 next[i] = list[i] + lines * PANEL;
             }
             for (long t = first_tile; t < end_tile; t++) {
-                alignas(64) float sums[16 * 4 * PANEL];
+                alignas(64) float sums[16 * 4 * PANEL];  // of 32 rows and 2 panels on matrix tiles
                 // Each of the last tiles fetches one of the next panels, so that memory does not
                 // rest meanwhile: the last tile panel 0. An only tile fetches all of them.
                 const long k = end_tile - 1 - t;
@@ -331,8 +345,8 @@ template <class T>
 void experts(const T *hidden, const float *weights, const int64_t *ids, const uint32_t *gate_up,
              const uint32_t *down, long first_expert, long is_gelu, T *out, long tokens, long size,
              long per_token, long count, long inner) {
-    const long gate_up_size = ceil_div(2 * inner, PANEL) * PANEL * ceil_div(size, PER_UNIT<T>);
-    const long down_size = ceil_div(size, PANEL) * PANEL * ceil_div(inner, PER_UNIT<T>);
+    const long gate_up_size = ceil_div(2 * inner, PANEL) * PANEL * units_in<T>(size);
+    const long down_size = ceil_div(size, PANEL) * PANEL * units_in<T>(inner);
     float *sums = scratch<float>(1, tokens * size);
     T *both = scratch<T>(2, tokens * 2 * inner), *gated = scratch<T>(3, tokens * inner);
     T *answers = scratch<T>(4, tokens * size);
@@ -476,9 +490,10 @@ template <class T> struct Attention {
         const long group = heads / cache.kv_heads, rows = count * group;
         const long position = seq_lens[row] - (starts[row + 1] - starts[row]) + first;
         const long end = position + count;
-        const Tiling tiling(rows);
+        const tiles::Borrowed<ON_TILES<T>> borrowed;
+        const Tiling tiling(rows, ON_TILES<T>);
         const long padded_rows = tiling.tiles * tiling.rows;
-        const long q_units = whole ? LONGEST_WHOLE / 2 : ceil_div(head_dim, PER_UNIT<T>);
+        const long q_units = whole ? LONGEST_WHOLE / 2 : room_for<T>(head_dim);
         const long weight_units = whole ? LONGEST_WHOLE / 2 : TILES_AT_ONCE * V_UNITS;
         uint32_t *packed = scratch<uint32_t>(0, padded_rows * q_units);
         uint32_t *weights = scratch<uint32_t>(3, padded_rows * weight_units);
@@ -561,7 +576,7 @@ template <class T> struct Attention {
             for (long t = 0; t < tiling.tiles; t++)
                 loop_of(tiling, width)(
                     packed + t * tiling.rows * q_units, q_scales + t * tiling.rows, keys,
-                    t ? nullptr : next, 1, ceil_div(head_dim, PER_UNIT<T>),
+                    t ? nullptr : next, 1, units_in<T>(head_dim),
                     scores + t * tiling.rows * WIDTH + p * PANEL, WIDTH, false);
         }
     }
@@ -630,7 +645,10 @@ template <class T> struct Attention {
         }
         T rounded[WIDTH];
         for (long i = 0; i < n * PANEL; i++) narrow(scores[i], rounded[i]);
-        uint32_t *row = weights + m / tile_rows * tile_rows * weight_units + m % tile_rows;
+        uint32_t *tile = weights + m / tile_rows * tile_rows * weight_units;
+        if constexpr (ON_TILES<T>)
+            return put_on_tile(rounded, n * PANEL, int(m % tile_rows), tile_rows, tile);
+        uint32_t *row = tile + m % tile_rows;
         for (long u = 0; u < n * V_UNITS; u++) row[u * tile_rows] = unit_of(rounded, u, n * PANEL);
     }
 

@@ -44,7 +44,7 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     return_freed_memory()  # the last matrix's: else a model is in memory nearly twice
     weight = in_float32(weight).contiguous()
     *count, outputs, inputs = weight.shape
-    units = -(-inputs * weight.itemsize // 4)
+    units = -(-inputs * weight.itemsize // 4 // 8) * 8  # half a matrix tile: matrix_tiles.h
     memory = zeros(prod(count), -(-outputs // PANEL), units, PANEL, dtype=torch.int32)
     LIBRARY.pack(weight.view(prod(count), outputs, inputs), memory)
     return PackedWeight(memory, tuple(weight.shape), weight.dtype)

@@ -73,14 +73,16 @@ template <class Work> void share_out(long count, bool is_worth_it, const Work &w
     }
 }
 
-constexpr long ROW_BLOCK = 128;  // rows that stay in a core's cache while panels pass by
+// Rows that stay in a core's cache while panels pass by. A tile of more than 16 is for matrix tiles,
+// which multiply so fast that panels must be read less often.
+constexpr long row_block(long tile_rows) { return tile_rows > 16 ? 256 : 128; }
 constexpr long PANELS_AT_ONCE = 8;  // a portion: of 1024 inputs in bfloat16 256 KB, in int8 128 KB
 
 // The portions of a product: work(first_tile, end_tile, first_panel, end_panel). A tile is
 // `tile_rows` rows.
 template <class Work>
 void share_product(long tiles, long tile_rows, long panels, bool is_worth_it, const Work &work) {
-    const long tiles_at_once = std::max<long>(1, ROW_BLOCK / tile_rows);
+    const long tiles_at_once = std::max<long>(1, row_block(tile_rows) / tile_rows);
     const long groups = ceil_div(panels, PANELS_AT_ONCE);
     share_out(ceil_div(tiles, tiles_at_once) * groups, is_worth_it, [&](long portion) {
         const long tile = portion / groups * tiles_at_once;

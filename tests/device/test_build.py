@@ -294,6 +294,7 @@ def flavours() -> dict[str, list[str]]:
         return {"native": mine}
     found = {"native": mine} | {level: [*mine, f"-march={level}"] for level in (
         "x86-64", "x86-64-v3", "skylake-avx512", "cooperlake")}
+    found["matrix tiles"] = [*mine, "-mamx-tile", "-mamx-bf16", "-DMATRIX_TILES"]
     if shutil.which(arm := "aarch64-linux-gnu-g++"):
         found["neon"] = [arm, "-std=c++17", "-fopenmp"]
     if shutil.which("clang++"):
