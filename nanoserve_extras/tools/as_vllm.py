@@ -135,7 +135,8 @@ def get_tokenizer(name: str, *, tokenizer_mode: str = "auto", **options: Any) ->
 
 
 def print_embeddings(embeds: list[float], prefix: str = "Embeddings") -> None:
-    print(f"{prefix}: {embeds[:4]}{' ...' * (len(embeds) > 4)} (size={len(embeds)})")
+    shown = f"{str(embeds[:4])[:-1]}, ...]" if len(embeds) > 4 else embeds
+    print(f"{prefix}: {shown} (size={len(embeds)})")
 
 
 def resolve_chat_template(tokenizer: Tokenizer, chat_template: str | None = None,
