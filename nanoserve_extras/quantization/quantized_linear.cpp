@@ -30,9 +30,12 @@
 // neither on the threads nor on the other rows. Why not int8 activations, which would be twice as
 // fast where products and not bytes are the limit: they change the text (W8A8), these do not.
 //
+// On matrix tiles panels are widened to bfloat16, once for all rows of a portion, and activations are
+// not rounded. An int8 is a bfloat16 as it is, and 4 bits are rounded behind (q - z) * s.
+//
 // Shapes and dtypes are checked in device/library.py. Built by device/build.py.
 
-#include "library.h"
+#include "matrix_tiles.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -233,6 +236,80 @@ void round_row(const T *x, long inputs, int tile_rows, int32_t *units, float *sc
     }
 }
 
+// Where the outputs of panel p have theirs, if they have any.
+template <class X> const X *at_panel(const X *numbers, long p) {
+    return numbers ? numbers + p * PANEL : nullptr;
+}
+
+// A row's sums become outputs.
+template <class T>
+void finish(float *sums, const float *scales, const T *bias, T *out, long count) {
+    if (scales)
+        for (long i = 0; i < count; i++) sums[i] *= scales[i];
+    put_row(sums, bias, out, count);
+}
+
+// A panel of `size` bytes becomes one of bfloat16, of `units` units at least. group: see `product`.
+inline void widen(const uint8_t *panel, long size, long group, long units, uint32_t *out) {
+    std::memset(out + (units - HALF) * PANEL, 0, HALF * 64);  // behind the last input
+    BFloat16 *numbers = reinterpret_cast<BFloat16 *>(out);
+    for (long i = 0; !group && i < size; i++)
+        numbers[i].bits = uint16_t(as_bits(float(int8_t(panel[i]))) >> 16);
+    for (const uint8_t *end = panel + size; group && panel < end;) {
+        uint32_t heads[PANEL], words[PANEL];
+        std::memcpy(heads, panel, 64);
+        panel += 64;
+        for (long line = 0; line < group / 8; line++, panel += 64) {
+            std::memcpy(words, panel, 64);
+            for (int k = 0; k < UNITS; k++, out += PANEL)
+                for (int o = 0; o < PANEL; o++) {
+                    const float scale = as_float(heads[o] & ~15u), zero = float(heads[o] & 15);
+                    BFloat16 first, second;
+                    narrow((float(words[o] >> 4 * k & 15) - zero) * scale, first);
+                    narrow((float(words[o] >> (16 + 4 * k) & 15) - zero) * scale, second);
+                    out[o] = first.bits | uint32_t(second.bits) << 16;
+                }
+        }
+    }
+}
+
+// `product` on matrix tiles.
+template <class T>
+void product_on_tiles(const T *x, const uint8_t *weight, const float *weight_scales, long group,
+                      const T *bias, T *out, long rows, long inputs, long panels, long panel_size,
+                      long outputs) {
+    const int tile_rows = rows > TILE ? 2 * TILE : TILE;
+    const long tiles = ceil_div(rows, tile_rows), units = units_in<T>(inputs);
+    const long tile_size = room_for<T>(inputs) * tile_rows;
+    uint32_t *packed = scratch<uint32_t>(0, tiles * tile_size);
+    share_out(tiles, rows > 32, [&](long t) {
+        for (long row = t * tile_rows; row < (t + 1) * tile_rows; row++)
+            put_on_tile(row < rows ? x + row * inputs : nullptr, inputs, int(row % tile_rows),
+                        tile_rows, packed + t * tile_size);
+    });
+    share_product(tiles, tile_rows, panels, rows * inputs * outputs > 65536, [&](
+            long tile, long end_tile, long p, long end) {
+        const tiles::Borrowed<true> borrowed;
+        const long size = (units + group) * PANEL;  // the last group may be longer than the inputs
+        uint32_t *wide = scratch<uint32_t>(2, 2 * size);
+        const uint32_t *const list[] = {wide, wide + size};
+        for (long width = 2; p < end; p += width) {
+            width = std::min(width, end - p);
+            for (long i = 0; i < width; i++)
+                widen(weight + (p + i) * panel_size, panel_size, group, units, wide + i * size);
+            for (long t = tile; t < end_tile; t++) {
+                alignas(64) float sums[4 * TILE * TILE];
+                loop_on_tiles(tile_rows, width)(packed + t * tile_size, nullptr, list, nullptr, 1,
+                                                units, sums, width * PANEL, false);
+                for (long r = 0; r < tile_rows && t * tile_rows + r < rows; r++)
+                    finish(sums + r * width * PANEL, at_panel(weight_scales, p), at_panel(bias, p),
+                           out + (t * tile_rows + r) * outputs + p * PANEL,
+                           std::min(width * PANEL, outputs - p * PANEL));
+            }
+        }
+    });
+}
+
 constexpr long AHEAD = 4096;  // bytes of a panel that are fetched before they are needed
 
 // out (rows, outputs) = x @ weight.T + bias. group: the inputs of a group of 4 bits; 0 for int8,
@@ -242,6 +319,9 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
              const T *bias, T *out, long rows, long inputs, long panels, long panel_size,
              long outputs) {
     if (!rows) return;  // as in device/cpu.cpp
+    if constexpr (ON_TILES<T>)
+        return product_on_tiles(x, weight, weight_scales, group, bias, out, rows, inputs, panels,
+                                panel_size, outputs);
     const bool is_4 = group > 0;
     const Tiling tiling(rows, is_4);
     const long units = is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 8) * UNITS;
@@ -279,13 +359,9 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
                 loop(packed + t * tile_size, scales + t * scales_size, list,
                      t == end_tile - 1 ? next : nullptr, units, group_units, sums);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
-                for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
-                    float *sum = sums + r * width * PANEL;
-                    if (weight_scales)
-                        for (long i = 0; i < count; i++) sum[i] *= weight_scales[p * PANEL + i];
-                    put_row(sum, bias ? bias + p * PANEL : nullptr,
-                            out + (t * tiling.rows + r) * outputs + p * PANEL, count);
-                }
+                for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++)
+                    finish(sums + r * width * PANEL, at_panel(weight_scales, p), at_panel(bias, p),
+                           out + (t * tiling.rows + r) * outputs + p * PANEL, count);
             }
         }
     });

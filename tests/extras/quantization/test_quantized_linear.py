@@ -5,6 +5,7 @@ Engines that are made of such weights are the business of test_quantized_engines
 test_int4_engines.py.
 """
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ from nanoserve_extras.quantization.quantized_linear import (
     words_of,
 )
 
-CPU_FLAGS = {"the machine's": "", "AVX2": "-mno-avx512f", "plain C++": "-mno-avx512f -mno-avx2"}
+CPU_FLAGS = {"the machine's": "", "AVX2": "-mno-avx512f", "plain C++": "-mno-avx512f -mno-avx2",
+             "matrix tiles": "-DMATRIX_TILES -DPLAIN_TILES"}  # of bfloat16 alone
 BY_SIZE = {0: by_definition, 32: groups_by_definition}
 CPU = torch.device("cpu")
 both = pytest.mark.parametrize("size", BY_SIZE, ids=["8 bits", "4 bits"])
@@ -131,15 +133,18 @@ def test_large_matrices_are_packed_in_portions(kind, size, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("name", CPU_FLAGS)
 def test_every_cpus_loop_is_right(name, monkeypatch):
-    """Compiled for this machine as if it had less, and without a warning."""
+    """Compiled for this machine as if it had less, or more, and without a warning. The last row has
+    the same bits alone."""
     monkeypatch.setenv("CXXFLAGS", f"{CPU_FLAGS[name]} -Wall -Wextra -Werror -O1")
     found = functions_of(build.load(Path(quantized_linear.__file__).with_suffix(".cpp")))
     monkeypatch.setattr(quantized_linear, "library", lambda: found)
     weight = torch.randn(70, 1100)
     for size, meant in BY_SIZE.items():
-        for n in (1, 5, 19, 50):
-            x = torch.randn(n, 1100)
-            close(CpuWeight.of(weight, size).linear(x, None), x.double() @ meant(weight).T)
+        one = CpuWeight.of(weight, size)
+        for n, dtype in product((1, 5, 19, 50), (torch.float32, torch.bfloat16)):
+            x = torch.randn(n, 1100).to(dtype)
+            close(got := one.linear(x, None), x.double() @ meant(weight).T)
+            assert torch.equal(one.linear(x[-1:], None), got[-1:])
 
 
 @needs_compiler
