@@ -210,7 +210,8 @@ def test_every_name_is_there():
 
 
 def test_words_of_older_vllms_are_translated_and_others_refused():
-    options = as_vllm.CliEngineArgs(model="m", task="embed", swap_space=4, max_model_len=9)
+    options = as_vllm.CliEngineArgs(model="m", task="embed", swap_space=4, max_model_len=9,
+                                    block_size=None, otlp_traces_endpoint=None, model_impl="vllm")
     assert (options.runner, options.convert, options.max_model_len) == ("pooling", "embed", 9)
     for wrong, said in ((dict(task="draw"), "task='draw' is not supported: use runner"),
                         (dict(tokenizer_mode="mistral"), "leave it out")):
