@@ -10,6 +10,7 @@
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,21 +43,33 @@ def main(words: list[str]) -> int:
     place = ROOT / "scratch" / f"{kind}-{number}"
     match kind, words[0], rest:
         case _, "reveal", []:
-            print(f"{task.text}\n\n{task.folded[0]}")
+            print(plain(f"{task.text}\n\n{task.folded[0]}"))
         case _, _, []:
             make(task, place)
-            print(f"{number}. {task.title}\n\n{task.text}\n\nYour copy: {place}")
+            print(f"{number}. {task.title}\n\n{plain(task.text)}\n\nYour copy: {place}")
         case _, _, ["check"]:
             return check(task, place)
         case "exercise", _, ["hint", *which] if which in ([], ["1"], ["2"], ["3"]):
-            print(task.folded[int(*which or "1") - 1])
+            print(plain(task.folded[int(*which or "1") - 1]))
         case _:
             raise ValueError(__doc__)
     return 0
 
 
+def plain(page: str) -> str:
+    """A page's text as a terminal shows it: without its marks, and with paths in place of links."""
+    def path(at):
+        words = at[1].strip("`")
+        return at[2] if at[2].endswith(words) else f"{words} ({at[2]})"
+
+    page = re.sub(r"\[([^\]]+)\]\((?:\.\./)?([^)]+)\)", path, page)
+    page = re.sub(r"(?<![^\s(])\*+(\w[^*]*)\*+(?=[\s.,:;)])", r"\1", page)
+    return re.sub(r"^```.*\n?|`", "", page, flags=re.M)
+
+
 def check(task: Task, place: Path) -> int:
-    """Run its tests in its copy; where they pass, let the engine there write a story."""
+    """Run its tests in its copy; where they pass, let the engine there write a story, and let the
+    simulator score it."""
     if not place.exists():
         raise ValueError(f"{place} is not there: begin it first")
     here = dict(cwd=place, env=os.environ | {"PYTHONPATH": str(place)})
@@ -66,6 +79,8 @@ def check(task: Task, place: Path) -> int:
                                 stderr=subprocess.DEVNULL).returncode
         if status:
             print("No story: is torch missing? Try python example.py in your copy")
+        for scored in re.findall(r"^python (-m nanoserve trace .*)", task.text, re.M):
+            subprocess.run([sys.executable, *scored.split()], **here, stderr=subprocess.DEVNULL)
     return status
 
 

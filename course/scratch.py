@@ -4,12 +4,18 @@ Exercises and bugs stand on two pages, exercises.md and museum.md, as a learner 
 they are read. Functions are found by name and lines by their text, never by number, so both survive
 changes elsewhere in a file. Where one no longer applies, a test says so. In an exercise's copy git
 knows the original: `git diff` is the solution. In a bug's copy git knows only the bug.
+
+Several exercises share a file. In a copy for one of them the bodies of the others are *sealed*:
+they stand, packed, in a file beside it, and work, but can't be read by accident.
 """
 
 import ast
+import json
 import re
 import shutil
 import subprocess
+import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,23 +44,51 @@ class Task:
         """Change the file. Raises `ValueError` if a function is not there, or the bug's lines are
         not in it, or not once."""
         path = root / self.file
-        for name in self.names:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            node = find(ast.parse("".join(lines)), name)
-            start = node.lineno - 1
-            if self.kind == "exercise":  # signature and docstring stay
-                first = node.body[0]
-                start = first.end_lineno if ast.get_docstring(node) else first.lineno - 1
-                new = (f'{" " * first.col_offset}raise NotImplementedError('
-                       f'"exercise {self.number}: write {name}")\n')
-            else:
-                source = "".join(lines[start:node.end_lineno])
-                if source.count(self.old) != 1:
-                    raise ValueError(f"{self.file}, {name}, does not have once:\n{self.old}")
-                new = source.replace(self.old, self.new)
-            lines[start:node.end_lineno] = new
-            ast.parse("".join(lines))
-            path.write_text("".join(lines), encoding="utf-8")
+        if self.kind == "exercise":
+            take_out(path, {name: f"exercise {self.number}: write {name}" for name in self.names})
+            return
+        source, [name] = path.read_text(encoding="utf-8"), self.names
+        function = ast.get_source_segment(source, find(ast.parse(source), name))
+        if (count := f"{function}\n".count(self.old)) != 1:
+            raise ValueError(f"{self.file}, {name}, has {count} times, not once:\n{self.old}")
+        changed = source.replace(function, f"{function}\n".replace(self.old, self.new)[:-1])
+        path.write_text(changed, encoding="utf-8")
+
+    def seal(self, root: Path) -> None:
+        """Pack what other exercises ask for in this file, and have it unpacked by its last line."""
+        path = root / self.file
+        says = {name: f"sealed: exercise {one.number} asks for it"
+                for one in reversed(tasks("exercise").values()) if one.file == self.file
+                for name in one.names if name not in self.names}
+        packed = json.dumps([list(says), path.read_text(encoding="utf-8")])
+        path.with_suffix(".sealed").write_bytes(zlib.compress(packed.encode()))
+        take_out(path, says)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n\nfrom course.scratch import unseal\nunseal(__name__)\n")
+
+
+def take_out(path: Path, says: dict[str, str]) -> None:
+    """In place of each function's body an error that says so; signature and docstring stay."""
+    for name, words in says.items():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        node = find(ast.parse("".join(lines)), name)
+        first = node.body[0]
+        start = first.end_lineno if ast.get_docstring(node) else first.lineno - 1
+        lines[start:node.end_lineno] = (
+            f'{" " * first.col_offset}raise NotImplementedError("{words}")\n')
+        path.write_text("".join(lines), encoding="utf-8")
+
+
+def unseal(module: str) -> None:
+    """Give a module the functions that were sealed in it."""
+    owner = sys.modules[module]
+    packed = Path(owner.__file__).with_suffix(".sealed").read_bytes()
+    names, source = json.loads(zlib.decompress(packed))
+    for name in names:
+        found, *path, last = {}, *name.split(".")
+        function = ast.Module([find(ast.parse(source), name)], [])
+        exec(compile(function, "sealed", "exec"), vars(owner), found)
+        setattr(getattr(owner, *path) if path else owner, last, found[last])
 
 
 def find(tree: ast.Module, name: str) -> ast.FunctionDef:
@@ -95,13 +129,13 @@ def make(task: Task, place: Path) -> None:
     if place.exists():
         raise ValueError(f"{place} is there already: go on in it, or delete it to begin anew")
     place.mkdir(parents=True)
+    unwanted = shutil.ignore_patterns("__pycache__", "course")  # tests/course knows solutions
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, place / name, ignore=unwanted)
         else:
             shutil.copy(ROOT / name, place)
-    if task.kind == "bug":
-        task.apply(place)
+    (task.apply if task.kind == "bug" else task.seal)(place)
     for command in ("init --quiet", "add --all",
                     "-c user.name=course -c user.email=course commit --quiet -m start"):
         subprocess.run(["git", *command.split()], cwd=place, check=True)

@@ -20,13 +20,14 @@ BUGS_IN_CI = ["2", "11", "12"]
                                            for n in list(EXERCISES)[1:])])
 def test_a_check_fails_at_what_is_not_written_and_passes_with_what_is(number, copy):
     """Without the bodies it shows one failure, which names one of them; with the project's own
-    bodies, which are the solution, all is green."""
+    bodies, which are the solution, all is green. What other exercises ask for is sealed."""
     task = EXERCISES[number]
     with applied(task, copy):
         status, said = check(task, copy)
     assert status == 1 and said.count("What went wrong") == 1
     assert any(f"exercise {number}: write {name}" in said for name in task.names)
-    status, said = check(task, copy)
+    with applied(task, copy, solved=True):
+        status, said = check(task, copy)
     assert status == 0, said
     assert re.fullmatch(r"\d+ tests pass\.", said.strip())
 
@@ -60,7 +61,10 @@ def test_a_failure_tells_the_test_the_audit_and_the_steps(copy, old, new, expect
 
 
 def test_a_check_says_when_a_test_does_not_end(tmp_path):
-    (tmp_path / "test_loop.py").write_text("def test_a_loop():\n    while True:\n        pass\n")
+    """One that only waits for its turn, as on a busy machine, is no loop."""
+    (tmp_path / "test_loop.py").write_text(
+        "import time\ndef test_a_wait():\n    time.sleep(1)\n"
+        "def test_a_loop():\n    while True:\n        pass\n")
     program = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -71,6 +75,7 @@ sys.exit(check.main(["test_loop.py"]))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True,
                           text=True)
     assert done.returncode == 1 and "did not end within 0.5 seconds" in done.stdout, done.stderr
+    assert "test_loop.py::test_a_loop" in done.stdout
 
 
 @pytest.mark.parametrize("number", [*BUGS_IN_CI, *(pytest.param(n, marks=needs_time)

@@ -2,7 +2,10 @@
 """
 
 import ast
+import importlib.util
 import re
+import sys
+from operator import attrgetter
 
 import pytest
 from pages import ROOT
@@ -33,8 +36,33 @@ def test_the_bodies_of_an_exercise_are_there_and_go(number, tmp_path):
         assert not file.startswith("tests/") or (ROOT / file).exists()
 
 
+@pytest.mark.parametrize("number, file", [("2", "block_manager"), ("3", "block_manager"),
+                                          ("4", "scheduler"), ("8", "scheduler")])
+def test_what_other_exercises_ask_for_is_sealed_and_works(number, file, tmp_path):
+    """Its lines are not to be read, and when the file is imported its code is the project's."""
+    task = EXERCISES[number]
+    source = (ROOT / task.file).read_text(encoding="utf-8")
+    before_and_after(task, tmp_path)  # makes the folder
+    path = tmp_path / task.file
+    path.write_text(source, encoding="utf-8")
+    task.seal(tmp_path)
+    task.apply(tmp_path)
+    spec = importlib.util.spec_from_file_location(f"sealed_{number}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    whole, copied = ast.parse(source), ast.parse(path.read_text(encoding="utf-8"))
+    names = {name for one in EXERCISES.values() if one.file == task.file for name in one.names}
+    assert set(task.names) < names
+    for name in names:
+        assert ast.unparse(find(copied, name).body[-1]).startswith("raise NotImplementedError")
+        theirs = attrgetter(name)(importlib.import_module(f"nanoserve.{file}")).__code__
+        works = attrgetter(name)(module).__code__.co_names == theirs.co_names
+        assert works == (name not in task.names), name
+    assert ast.unparse(find(whole, name).body[-1]) not in ast.unparse(copied)
+
+
 def test_exercises_are_numbered_and_listed(capsys):
-    assert list(EXERCISES) == [str(i) for i in range(1, 9)]
+    assert list(EXERCISES) == [str(i) for i in range(1, 10)]
     assert course.main([]) == 0
     listed = re.findall(r"^  +(\d+)  (.*)$", capsys.readouterr().out, re.M)
     assert listed == [(one.number, one.title) for kind in ("exercise", "bug")
@@ -42,7 +70,7 @@ def test_exercises_are_numbered_and_listed(capsys):
 
 
 @pytest.mark.parametrize("words, says", [
-    ("9", "no exercise '9'"), ("plant", "no bug ''"), ("reveal 99", "no bug '99'"),
+    ("10", "no exercise '10'"), ("plant", "no bug ''"), ("reveal 99", "no bug '99'"),
     ("1 hint 4", "python -m course"), ("1 check now", "python -m course"),
     ("plant 3 hint", "python -m course")])
 def test_a_wrong_command_is_explained(words, says):
@@ -55,7 +83,12 @@ def test_hints_come_in_three_steps(capsys):
         course.main(words)
     said = capsys.readouterr().out
     first, *others = EXERCISES["1"].folded
-    assert said == "\n".join([first, first, *others, ""])
+    assert said == "\n".join([first, first, *others, ""]).replace("`", "")
+
+
+def test_a_terminal_shows_text_and_no_marks():
+    page = "*One* (`two`), [`a.py`](../nanoserve/a.py), [*b* c](d.md):\n\n```\npython a * b\n```\n"
+    assert course.plain(page) == "One (two), nanoserve/a.py, b c (d.md):\n\npython a * b\n"
 
 
 def test_a_copy_that_is_there_is_left_alone(tmp_path, monkeypatch):

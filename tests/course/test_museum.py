@@ -32,5 +32,6 @@ def test_reveal_tells_the_story_and_plant_does_not(capsys):
     revealed = capsys.readouterr().out
     bug = BUGS["12"]
     for words in (bug.text, "Look at the indentation", f"-{bug.old}", f"+{bug.new}", *bug.checks):
-        assert words in revealed
+        assert words in revealed, words
+    assert "```" not in revealed and "`" not in revealed
     assert "```" not in bug.text and "tests/" not in bug.text
