@@ -12,7 +12,8 @@ from pages import ROOT, read
 from course.scratch import tasks
 
 pytestmark = pytest.mark.floor
-PAGES = ["README.md", *(f"course/{name}.md" for name in ("from_naive", "walk", "exercises"))]
+PAGES = ["README.md", *(f"course/{name}.md"
+                        for name in ("before", "from_naive", "walk", "exercises"))]
 LANGUAGES = r"^\[(?:中文|English)\]\(.*\)\n"  # the link to the other page
 
 
