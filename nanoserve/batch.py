@@ -25,6 +25,7 @@ them is vectorised numpy. Block tables and sampling parameters are kept from ste
 Not known here: the model, how a token is chosen, whose turn it is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
@@ -78,7 +79,6 @@ class Batch:
     sample_rows: torch.Tensor = section("sample", -1)  # the `Sequence.row` of each
     prompt_logprob_indices: torch.Tensor = section("token", None)  # their logits score a prompt
     block_tables: torch.Tensor = section("block", 0)  # (b, w) w: blocks of the longest table
-    adapter_ids: torch.Tensor = section("row", None)  # 0 for none; empty where no row has one
     block_moves: torch.Tensor = section("move", None)  # to and from the host's memory
     host: dict[str, np.ndarray]  # the sections above by name, in the host's memory
     num_decodes: int  # the first rows, one new token each
@@ -86,22 +86,25 @@ class Batch:
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
     network: int = 0  # see `Step`
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
     is_padded: bool = False  # for a graph whose rows may have several tokens: no row is a decode
 
     @classmethod
-    def views(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
+    def views(cls, host: np.ndarray, device: torch.Tensor, sections: Iterable[str]) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
-        end, *lengths, network = host[:len(SECTIONS) + 2].tolist()
-        views = dict(zip(SECTIONS, device[HEADER:end].split(lengths), strict=True))
+        names = list(sections)
+        end, *lengths, network = host[:len(names) + 2].tolist()
+        views = dict(zip(names, device[HEADER:end].split(lengths), strict=True))
         places = pairwise(accumulate(lengths, initial=HEADER))
-        host_views = {name: host[i:j] for name, (i, j) in zip(SECTIONS, places, strict=True)}
+        host_views = {name: host[i:j] for name, (i, j) in zip(names, places, strict=True)}
+        extra = {name: views.pop(name) for name in names if name not in SECTIONS}
         for name, one in SECTIONS.items():
             if one.dtype != np.int32:
                 host_views[name] = host_views[name].view(one.dtype)
                 views[name] = views[name].view(one.torch_dtype)
         query_lens, num_rows = np.diff(host_views["cu_seqlens_q"]), len(host_views["seq_lens"])
         views["block_tables"] = views["block_tables"].view(num_rows, -1 if num_rows else 0)
-        return cls(**views, host=host_views, network=network,
+        return cls(**views, host=host_views, network=network, extra=extra,
                    num_decodes=int(np.count_nonzero(query_lens <= 1)),  # 0 in rows of padding
                    num_unknown=int(np.count_nonzero(host_views["input_ids"] < 0)),
                    query_lens=query_lens.tolist(), seq_lens_host=host_views["seq_lens"].tolist())
@@ -117,8 +120,9 @@ class Batch:
 
 
 SECTIONS = {one.name: one.metadata["section"] for one in fields(Batch) if one.metadata}
-# The header: where the last section ends, each one's length, the network. Its length is even.
-HEADER = (len(SECTIONS) + 3) // 2 * 2
+# The header: where the last section ends, each one's length, the network. Its length is even, and
+# has room for the sections of extras.
+HEADER = 32
 PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.per == "params"])
 
 
@@ -128,12 +132,13 @@ class BatchBuilder:
 
     staged: the numbers are copied to one fixed buffer on the device; on a CPU only a stand-in for
     graphs needs it. num_drafts: the most drafts of a row, each of which is one more sample.
-    num_buffers: one more than steps in flight while a batch is built, 2 at least.
+    num_buffers: one more than steps in flight while a batch is built, 2 at least. extra: the names
+    of sections that extras fill, see `Step.sections`.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
                  block_size: int, device: torch.device, staged: bool = False, num_drafts: int = 0,
-                 num_buffers: int = 2):
+                 num_buffers: int = 2, extra: tuple[str, ...] = ()):
         self.block_size, width = block_size, -(-max_model_len // block_size)
         num_samples = max_num_seqs + min(max_num_seqs * num_drafts, max_num_batched_tokens)
         self.most_samples = min(num_samples, max_num_batched_tokens)  # of what one step computes
@@ -142,7 +147,13 @@ class BatchBuilder:
                 "block": max_num_seqs * width,
                 "sample": num_samples, "params": num_samples,  # sent in every step
                 "move": 4 * MAX_MOVES}  # saves and loads, of two numbers each
-        size = HEADER + sum(most[one.per] * one.dtype.itemsize // 4 for one in SECTIONS.values())
+        # Where a graph finds them: in front of the first whose length varies.
+        self.extra, own, int32 = extra, list(SECTIONS.items()), np.dtype("int32")
+        at = list(SECTIONS).index("prompt_logprob_indices")
+        self.sections = dict(own[:at] + [
+            (name, Section("row", 0, int32, torch.int32)) for name in extra] + own[at:])
+        size = HEADER + sum(
+            most[one.per] * one.dtype.itemsize // 4 for one in self.sections.values())
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
                         for _ in range(max(2, num_buffers))]
@@ -179,7 +190,7 @@ class BatchBuilder:
             device = self.device_buffer[:length].copy_(buffer[:length], non_blocking=True)
             if self.copied[self.turn] is not None:
                 self.copied[self.turn].record()
-        return Batch.views(buffer.numpy(), device)
+        return Batch.views(buffer.numpy(), device, self.sections)
 
     def write(self, step: Step, buffer: torch.Tensor, size: tuple[int, int] | None = None) -> None:
         """Fill the buffer. size: the rows and tokens that a step is padded to, for a graph. Each of
@@ -192,9 +203,9 @@ class BatchBuilder:
             missing = dict(row=rows, start=rows, block=rows * width,
                            token=tokens, sample=tokens, params=tokens)
         host, at, lengths = buffer.numpy(), HEADER, []
-        for name, (per, padding, dtype, _) in SECTIONS.items():
-            values, num_padding = numbers[name], 0
-            if missing and padding is not None:
+        for name, (per, padding, dtype, _) in self.sections.items():
+            values, num_padding = numbers.get(name, ()), 0
+            if missing and padding is not None and (name in SECTIONS or name in step.sections):
                 num_padding = missing[per]
             length = (len(values) + num_padding) * dtype.itemsize // 4
             if length:  # most steps leave some sections empty, and each write costs
@@ -220,8 +231,8 @@ class BatchBuilder:
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
         sample_rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)
         params = self.params.take(sample_rows)
-        adapter_ids = [seq.request.adapter_id for seq in seqs]
         return {
+            **{name: [of[seq] for seq in seqs] for name, of in step.sections.items()},
             **{name: params[name] for name in PARAMS.names},
             "input_ids": _input_ids(step, seqs, starts.tolist(), query_lens.tolist(), num_decodes),
             "positions": positions,
@@ -232,7 +243,6 @@ class BatchBuilder:
             "sample_rows": sample_rows,
             "prompt_logprob_indices": _prompt_logprob_tokens(step, last_token_of),
             "block_tables": self.tables[rows, :width].reshape(-1),
-            "adapter_ids": adapter_ids if any(adapter_ids) else [],
             "block_moves": list(chain.from_iterable(step.block_moves))}
 
     def _refresh_rows(self, seqs: list[Sequence]) -> np.ndarray:

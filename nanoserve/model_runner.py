@@ -61,6 +61,7 @@ class RankParts:
 
     replaced: tuple[str, ...] = ()  # functions that have failed: device/trial.py
     num_drafts: int = 0  # the most that a step may guess for a row
+    sections: tuple[str, ...] = ()  # of the batch, that extras fill in some steps
     traced: bool = False  # ranks tell when they computed
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
@@ -233,6 +234,7 @@ class ModelRunner:
                         f"{num_tokens:,} or max_num_seqs={num_rows:,}"):
             self.builder = BatchBuilder(num_rows, num_tokens, max_model_len, config.block_size,
                                         self.device, num_drafts=self.parts.num_drafts,
+                                        extra=self.parts.sections,
                                         staged=self.wants_graphs, num_buffers=config.steps_at_once)
         # One entry more than there are rows: samples of padding rows are written to it.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=self.device)

@@ -170,6 +170,9 @@ class Step:
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     failed: dict[Sequence, str] = field(default_factory=dict)  # ends with it, and why
+    # By section of the batch the rows' numbers, which an extra that has named it
+    # (`RankParts.sections`) fills in while it is `launching`. A section that is not here is empty.
+    sections: dict[str, dict[Sequence, int]] = field(default_factory=dict)
     # Set by `update`: the new tokens of those that closed their gap.
     grown: dict[Sequence, list[int]] = field(default_factory=dict)
     output: object = None  # `sampler.SamplerOutput`, once the step is launched

@@ -194,7 +194,7 @@ def test_a_copy_of_the_buffer_says_everything():
     batch = builder.build(step)
     assert batch.network == 1
     received = builder.buffers[0].clone()
-    again = Batch.views(received.numpy(), received)
+    again = Batch.views(received.numpy(), received, builder.sections)
     assert received.dtype == torch.int32
     for name in SECTIONS:
         assert torch.equal(getattr(again, name), getattr(batch, name)), name
@@ -309,13 +309,17 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
 
 def test_a_batch_of_rows_with_drafts_is_padded_behind_the_last_of_them():
     """Two rows, the first with three drafts, in a batch of four rows and eight tokens. A decode
-    comes first; samples are in the order of the rows."""
-    staged = BatchBuilder(6, 24, MAX_LEN, 4, CPU, staged=True, num_drafts=3)
+    comes first; samples are in the order of the rows. What an extra says of each row is in the
+    order of the batch."""
+    staged = BatchBuilder(6, 24, MAX_LEN, 4, CPU, staged=True, num_drafts=3, extra=("voices",))
     seqs = [make_sequence(i, range(10 * i, 10 * i + 5), temperature=.5 + i) for i in range(2)]
     for row, seq in enumerate(seqs):
         seq.row, seq.block_table = row, [3 + row, 9]
     step = Step(0, {seqs[0]: 4, seqs[1]: 1}, [4, 4], seqs, {seqs[0]: [7, 8, 9]})
+    assert len(staged.build(step, (4, 8)).extra["voices"]) == 0
+    step.sections["voices"] = {seqs[0]: 2, seqs[1]: 5}
     batch = staged.build(step, (4, 8))
+    assert batch.extra["voices"].tolist() == [5, 2, 0, 0]
     assert batch.input_ids.tolist() == [14, 4, 7, 8, 9, 0, 0, 0]
     assert batch.positions.tolist() == [4, 4, 5, 6, 7, 0, 0, 0]
     assert batch.slot_mapping.tolist() == [36, 36, 37, 38, 39, -1, -1, -1]
@@ -374,10 +378,10 @@ def test_a_step_whose_every_token_is_scored_fits_into_the_buffer():
 @pytest.mark.parametrize("num_drafts, num_extra", [(0, 0), (3, 18), (30, 60)])
 def test_a_buffer_has_room_for_the_largest_step_and_no_more(num_drafts, num_extra):
     """A token has an id, a position, a slot, and possibly logits that score a prompt. A row has a
-    start, a length, an adapter and its blocks, and behind the last start there is an end. A sample
+    start, a length, an extra's number and its blocks, and behind the last start is an end. A sample
     has 6 numbers for the sampler (a seed is two), its logits' index and its row; a draft is one
     more sample, which is a token of the budget. A block that is saved or loaded has two numbers."""
-    builder = BatchBuilder(6, 60, MAX_LEN, 4, CPU, num_drafts=num_drafts)
+    builder = BatchBuilder(6, 60, MAX_LEN, 4, CPU, num_drafts=num_drafts, extra=("numbers",))
     expected = HEADER + 4 * 60 + 6 * (3 + MAX_LEN // 4) + 1 + 8 * (6 + num_extra) + 4 * MAX_MOVES
     assert [len(buffer) for buffer in builder.buffers] == [expected] * 2
     assert expected > HEAD, "or a broadcast of a message's first part would be longer than it"

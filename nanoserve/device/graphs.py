@@ -58,6 +58,7 @@ class Size(NamedTuple):
     tokens: int
     drafts: bool = False  # then a row may have any number of the tokens, else each has one
     network: int = 0
+    extra: bool = False  # with the sections that extras fill
 
 
 class CudaGraph:
@@ -118,6 +119,9 @@ class DecodeGraphs:
         max_num_seqs, device = len(builder.tables), builder.device_buffer.device
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
         self.sizes = all_sizes(max_num_seqs, num_networks, num_drafts, builder.most_samples)
+        if builder.extra:
+            self.sizes += [one._replace(extra=True) for one in self.sizes if not one.network]
+            self.sizes.sort(key=lambda size: size.tokens)
         self.graphs: dict[Size, CudaGraph] = {}
         self.found: dict[tuple, Size | None] = {}  # see `size_for`
         start, memory = time.perf_counter(), None
@@ -128,7 +132,9 @@ class DecodeGraphs:
         # The largest first: the smaller ones fit into the memory that it took.
         for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
                          disable=None, leave=False):  # on a terminal; then the line below
-            batch = self._fix(builder.build(Step(0, network=size.network), size), size)
+            step = Step(0, network=size.network, sections=dict.fromkeys(
+                builder.extra if size.extra else (), {}))
+            batch = self._fix(builder.build(step, size), size)
             run(batch)  # once for real: kernels are compiled, and libraries take what they need
             graph = self.graphs[size] = graph_class(memory)
             graph.capture(lambda batch=batch: run(batch))
@@ -151,13 +157,14 @@ class DecodeGraphs:
         """What the step is padded to: the smallest recorded size that holds its rows, 16 for 9 of
         them, and its tokens. None if it computes tokens behind which none is sampled, or if there
         is no such size."""
-        rows, tokens, network = key = len(step.num_new_tokens), step.num_tokens, step.network
+        rows, tokens, network, extra = key = (
+            len(step.num_new_tokens), step.num_tokens, step.network, bool(step.sections))
         if tokens == 0 or tokens > len(step.samples()):
             return None
         if key not in self.found:
             self.found[key] = next((size for size in self.sizes if (
                 size.rows >= rows and size.tokens >= tokens and size.network == network
-                and size.drafts == (tokens > rows))), None)
+                and size.drafts == (tokens > rows) and size.extra == extra)), None)
         return self.found[key]
 
     def replay(self, batch: Batch, size: Size) -> Recorded:

@@ -56,6 +56,7 @@ from nanoserve.sequence import CacheEntry, Step
 from nanoserve_extras.lora.options import LoRAOptions
 
 ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.PATH.keep)
+SECTION = "adapter_ids"  # of the batch, a row's number; empty where no row has an adapter
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT writes it in front of the modules' names
@@ -190,14 +191,15 @@ class Adapters:
 
     # ----------------------------------------------------------------- a step
 
-    def choose(self, batch: Batch, wanted: torch.Tensor) -> None:
+    def choose(self, batch: Batch, wanted: torch.Tensor | None) -> None:
         """Set the masks of a step: for all of its tokens, and for the wanted ones."""
         self.masks = None
-        if len(batch.adapter_ids):
-            lengths = (batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]).long()
-            ids = batch.adapter_ids.repeat_interleave(lengths, output_size=batch.num_tokens)
-            mask = (ids[:, None] == self.id_of_column).to(self.dtype)
-            self.masks = mask, mask[wanted]
+        if len(ids := batch.extra[SECTION]):
+            ends = batch.cu_seqlens_q[1:]  # 1 3 6: tokens 3, 4 and 5 are row 2's
+            tokens = torch.arange(batch.num_tokens, dtype=ends.dtype, device=ends.device)
+            rows = torch.searchsorted(ends, tokens, right=True).clamp(max=len(ids) - 1)  # padding
+            mask = (ids[rows, None] == self.id_of_column).to(self.dtype)
+            self.masks = mask, mask if wanted is None else mask[wanted]
 
     def mask(self, of_wanted: bool) -> torch.Tensor | None:
         """(tokens, max_loras * rank); None where no token of the step has an adapter."""
@@ -402,7 +404,7 @@ class LoRA(Extra):
 
     Options = LoRAOptions
     name = "enable_lora=True"
-    needs, ends = frozenset([Fact.OWN_LINEAR]), frozenset([Fact.GRAPHS])
+    needs = frozenset([Fact.OWN_LINEAR])
     takes = ("lora_request",)
 
     def __init__(self, enable_lora: bool = True, **options: int):
@@ -411,6 +413,7 @@ class LoRA(Extra):
     def prepare(self, plan: Plan) -> Plan:
         return replace(plan, parts=replace(
             plan.parts, make_adapters=partial(Adapters, options=self.options),
+            sections=(*plan.parts.sections, SECTION),
             calls=plan.parts.calls | {ADAPTER: receive}))
 
     def attach(self, engine: LLMEngine) -> None:
@@ -421,6 +424,9 @@ class LoRA(Extra):
 
     def launching(self, step: Step) -> None:
         self.adapters.send()
+        ids = {seq: seq.request.adapter_id for seq in step.num_new_tokens}
+        if any(ids.values()):
+            step.sections[SECTION] = ids
 
     def close(self) -> None:
         self.adapters.close()

@@ -20,7 +20,7 @@ def make_batch(tables, query_lens, seq_lens) -> Batch:
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32), prompt_logprob_indices=nothing,
         sample_rows=nothing, seeds=nothing, temperature=nothing,
         top_k=nothing, top_p=nothing, min_p=nothing, num_unknown=0,
-        adapter_ids=nothing, block_moves=nothing,
+        block_moves=nothing,
         host=dict(block_tables=block_tables.numpy().ravel()),
         block_tables=block_tables,
         num_decodes=sum(n == 1 for n in query_lens),

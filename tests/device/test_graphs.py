@@ -1,128 +1,25 @@
-"""CUDA graphs without CUDA: decode steps are recorded by a stand-in and replayed, kernels and all.
-
-The stand-in keeps what a graph keeps: which operators and kernels ran, on which memory, with which
-Python numbers; and it refuses to record what would wait for the device. A replay runs them again
-into the same memory. So a number that was frozen, an address that moved, a row of padding that
-leaks and a buffer that is stale all show as wrong text. Kernels run in Triton's interpreter.
-"""
+"""Steps of decodes, recorded by a stand-in for CUDA graphs (recorded_graphs.py) and replayed."""
 
 import gc
 import re
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from checkpoints import assert_same_text
 from helpers import poisoned, sequence, watch_steps
+from recorded_graphs import RecordedGraph
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
-from nanoserve import LLM, SamplingParams, llm
+from nanoserve import LLM, SamplingParams
 from nanoserve.batch import BatchBuilder
 from nanoserve.device.graphs import DecodeGraphs, Size, all_sizes, graph_sizes
-from nanoserve.model_runner import ModelRunner
-from nanoserve.sampler import SamplerOutput
 from nanoserve.sequence import Step
 from nanoserve_extras.drafts.speculative import Speculation
 
-kernels = pytest.importorskip("nanoserve.device.kernels")
-
-WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal",
-         "aten::is_nonzero", "aten::masked_select", "aten::unique2", "aten::bincount"}
-
-
-class Recorder(TorchDispatchMode):
-    """Writes down operators with the very tensors they got, and launches of kernels."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.quiet = [], False
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = op(*args, **kwargs)
-        if not self.quiet:
-            name = op.name().split(".")[0]
-            by_mask = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
-                index is not None and index.dtype == torch.bool for index in args[1])
-            assert name not in WAITS and not by_mask, f"{name} in a graph waits for the device"
-            self.calls.append((op, args, kwargs, out))
-        return out
-
-    def launch(self, run, *args, **kwargs):
-        """A kernel: it is recorded as a whole, not the operators its interpreter uses."""
-        self.quiet = True
-        try:
-            run(*args, **kwargs)
-        finally:
-            self.quiet = False
-        self.calls.append((run, args, kwargs, None))
-
-
-class RecordedGraph:
-    """Stands in for `CudaGraph`."""
-
-    recorder: Recorder | None = None  # while one records: the kernels' launches go there
-
-    def __init__(self, memory=None):
-        self.calls, self.outputs = [], ()
-
-    def capture(self, function) -> None:
-        with Recorder() as recorder:
-            RecordedGraph.recorder = recorder
-            try:
-                self.outputs = function()
-            finally:
-                RecordedGraph.recorder = None
-        self.calls = recorder.calls
-        assert any(not hasattr(call[0], "overloadpacket") for call in self.calls), "no kernels"
-
-    def replay(self):
-        """Views already lie where they lay; everything else is computed into the same memory."""
-        for function, args, kwargs, out in self.calls:
-            new = function(*args, **kwargs)
-            if out is not None:
-                tree_map(_overwrite, out, new)
-        return self.outputs
-
-    def memory(self):
-        return self
-
-
-def _overwrite(old, new):
-    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-        old.copy_(new)
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """Engines record decode steps with the stand-in. Two splits for up to two rows."""
-    interpreted = type(kernels._attention_kernel)
-    run = interpreted.run
-
-    def record(self, *args, **kwargs):
-        recorder = RecordedGraph.recorder
-        if recorder is None:
-            return run(self, *args, **kwargs)
-        return recorder.launch(partial(run, self), *args, **kwargs)
-
-    monkeypatch.setattr(interpreted, "run", record)
-    monkeypatch.setattr(kernels, "_num_splits", lambda num_rows, *shapes: 1 if num_rows > 2 else 2)
-    monkeypatch.setattr(kernels, "MIN_SPLIT_KEYS", 16)
-    monkeypatch.setattr(llm, "ModelRunner", partial(ModelRunner, graph_class=RecordedGraph))
-    # The copy to the host that is queued right behind a step, before the next replay overwrites it.
-    monkeypatch.setattr(SamplerOutput, "to_host", lambda self: replace(
-        self, token_ids=self.token_ids.clone()))
-    replayed = []
-    replay = DecodeGraphs.replay
-    monkeypatch.setattr(DecodeGraphs, "replay", lambda self, batch, size: replayed.append(
-        size) or replay(self, batch, size))
-    return replayed
-
+pytest.importorskip("nanoserve.device.kernels")
 
 def start(folder, depth=1, **options) -> LLM:
     """Kernels on a CPU."""

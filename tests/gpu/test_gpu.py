@@ -10,6 +10,7 @@ their own.
 
 import pytest
 import torch
+from adapters import ALL, SMALL, Adapters
 from checkpoints import CHECKPOINTS
 from helpers import storage, watch_steps
 
@@ -19,7 +20,7 @@ from gpu_checks import DEVICE, GREEDY, assert_texts, needs_gpu, start
 from helpers import sequence
 from kernel_modes import MODES, few
 
-from nanoserve import SamplingParams
+from nanoserve import LLM, SamplingParams
 from nanoserve.batch import BatchBuilder
 from nanoserve.sequence import Step
 
@@ -142,6 +143,21 @@ def test_forced_tokens_in_graphs_equal_eager(checkpoints, prompts):
                 replayed.add(size) or replay(batch, size))
         texts.append(ids_of(engine.generate(prompts[:4], params, use_tqdm=False)))
     assert texts[0] == texts[1] and any(size.drafts for size in replayed)
+
+
+def test_adapters_in_graphs_equal_merged_weights(checkpoints, tmp_path):
+    """Beside rows without, with drafts, and after others have been loaded."""
+    voices = Adapters(checkpoints["qwen3"], tmp_path)
+    voices.write(1, ["q_proj", "v_proj"]), voices.write(2, ALL, rank=8, scaling=1.0)
+    options, replayed = SMALL | dict(device="cuda", block_size=16), set()
+    with LLM(voices.base, **options, speculative_config=dict(
+            method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)) as llm:
+        replay = llm.runner.graphs.replay
+        llm.runner.graphs.replay = lambda batch, size: replayed.add(size) or replay(batch, size)
+        guard(llm)
+        for seeds in ([1, None, 1], [None] * 3, [2, None, 1, 2, 1], [1, 2]):
+            voices.check(llm, seeds)
+    assert {size.extra for size in replayed} == {False, True}
 
 
 KINDS = [dict(temperature=0), dict(temperature=0.8), dict(top_k=5, top_p=.7), dict(min_p=.2),

@@ -312,6 +312,22 @@ def test_adapters_over_small_weights(voices, quantization):
 
 
 @needs_interpreter
+def test_adapters_in_recorded_steps(checkpoints, tmp_path, recorded):
+    """One row's adapter beside none, in other places of the batch, with drafts of a row, and a
+    second adapter that is loaded when all is recorded. Steps without one are replays of their own.
+    """
+    voices = Adapters(checkpoints["tiny"], tmp_path)
+    voices.write(1), voices.write(2, ALL, rank=8, scaling=1.0)
+    options = SMALL | dict(kernels="triton", max_num_seqs=2, block_size=16)
+    with LLM(voices.base, **options, speculative_config=dict(
+            method="ngram", num_speculative_tokens=2, prompt_lookup_max=1)) as llm:
+        for seeds in ([1, None], [None], [None, 2]):
+            voices.check(llm, seeds)
+    assert {(size.extra, size.drafts) for size in recorded} == {
+        (extra, drafts) for extra in (False, True) for drafts in (False, True)}
+
+
+@needs_interpreter
 def test_adapters_over_small_weights_in_a_kernel(voices):
     """Of Triton; the interpreter is given a short prompt."""
     plain, kernel = (logprobs(voices, PROMPTS[1], quantization="int4", kernels=kernels)
