@@ -157,6 +157,9 @@ class SamplingParams:
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        for name in ("logprobs", "prompt_logprobs"):  # True is 1, as in vLLM
+            if isinstance(said := getattr(self, name), bool):
+                setattr(self, name, int(said) or None)
         rules.check_fields(self)
         self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
         for name in ("seed", "thinking_token_budget"):  # -1: vLLM's other spelling

@@ -77,7 +77,7 @@ OUT_OF_RANGE = [
     (dict(allowed_token_ids=[True]), "allowed_token_ids"),
     (dict(logits_processors=["f"]), "logits_processors"),
     (dict(logits_processors=max), "logits_processors"),
-    (dict(logprobs=True), "logprobs"), (dict(logprobs=1.5), "logprobs"),
+    (dict(logprobs=1.5), "logprobs"),
     (dict(output_kind="DELTA"), "output_kind"),
 ]
 

@@ -43,7 +43,7 @@ INNER = set("config distributed inputs lora outputs pooling_params request sampl
             .split())
 # Names that are not in `nanoserve` itself, and where they are.
 OURS, POOLING = "nanoserve_extras.tools.as_vllm", "nanoserve_extras.pooling.pooling"
-HOMES = {"LLM": f"{OURS}_trl:TrainersLLM", "SamplingParams": f"{OURS}:ScriptParams",
+HOMES = {"LLM": f"{OURS}_trl:TrainersLLM",
          "FlexibleArgumentParser": "nanoserve.frontend.command:DashedParser",
          "PromptType": "nanoserve.frontend.prompts:Prompt", "init_logger": "logging:getLogger"}
 HOMES |= dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), f"{OURS}:CliEngineArgs")
@@ -112,16 +112,6 @@ class Package(Distribution):
 
     def locate_file(self, path: str) -> Path:
         return Path(path)
-
-
-class ScriptParams(nanoserve.SamplingParams):
-    """`SamplingParams` in which True is the number 1, as in vLLM's."""
-
-    def __post_init__(self):
-        for name in ("logprobs", "prompt_logprobs"):
-            if isinstance(said := getattr(self, name), bool):
-                setattr(self, name, int(said) or None)
-        super().__post_init__()
 
 
 def random_uuid() -> str:

@@ -41,6 +41,7 @@ SAMPLING_DEFAULTS = dict(
 def test_vllms_defaults_written_out_change_nothing():
     assert EngineArgs(model="m", **ENGINE_DEFAULTS) == EngineArgs(model="m")
     assert SamplingParams(**SAMPLING_DEFAULTS) == SamplingParams()
+    assert SamplingParams(logprobs=True, prompt_logprobs=False) == SamplingParams(logprobs=1)
 
 
 @pytest.mark.parametrize(("given", "same"), [
