@@ -15,7 +15,7 @@ from textwrap import dedent, indent
 
 import pytest
 
-SECONDS = 15  # of one test, on the CPU: more is taken for a loop without an end
+SECONDS = 15  # a test may take so many of the CPU: more is a loop without an end
 
 
 class OneFailure:
@@ -36,7 +36,7 @@ class OneFailure:
                 self.scheduler, self.steps = scheduler, []
             step = schedule(scheduler)
             if self.steps and not step.num_new_tokens and self.steps[-1].endswith(": 0 tokens"):
-                self.steps.pop()  # of many empty steps the newest says all
+                self.steps.pop()  # the newest of many empty steps says all
             self.steps.append(str(step))
             return step
 

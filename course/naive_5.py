@@ -25,7 +25,7 @@ def generate(model, requests):
         slots = {one: [block * SIZE + i for block in table for i in range(SIZE)][:len(one.ids)]
                  for one, table in running.items()}
         new = [slot for one in running for slot in slots[one][one.computed:]]
-        keys[new], values[new] = k, v  # of all texts, before any of them reads
+        keys[new], values[new] = k, v  # all texts write before any of them reads
         for one in running:
             mine, start = slice(start, start + one.gap), start + one.gap
             out.append(attention(q[mine], keys[slots[one]], values[slots[one]]))

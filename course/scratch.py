@@ -35,7 +35,7 @@ class Task:
     text: str  # without what is folded
     folded: list[str]  # the hints, or the bug's story
     file: str
-    names: list[str]  # of functions
+    names: list[str]  # functions
     checks: list[str]  # pytest's arguments
     old: str = ""  # the bug: these lines ...
     new: str = ""  # ... become these

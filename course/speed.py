@@ -35,9 +35,9 @@ class Run:
     name: str
     before: str
     shape: Shape
-    options: dict  # of its engine, beside those of all
+    options: dict  # its engine has them beside those of all
     part: str = DECODES
-    num_tokens: int = 0  # of the fastest round, in the steps that count
+    num_tokens: int = 0  # in the steps that count of the fastest round
     seconds: float = float("inf")
     work: list[Work] | None = None
 
@@ -49,7 +49,7 @@ class Run:
             first, last = result["ttft"]["p99"], result["end_to_end"]["p99"]
             count = sum(any(start < seq.num_prompt_tokens for seq, start
                             in zip(step.num_new_tokens, step.starts, strict=True))
-                        for step in meter.steps)  # of steps with a prompt in them: the first
+                        for step in meter.steps)  # steps with a prompt come first
             steps, seconds = {PROMPTS: (meter.steps[:count], first), ALL: (meter.steps, last),
                               DECODES: (meter.steps[count:], last - first)}[self.part]
             if seconds < self.seconds:

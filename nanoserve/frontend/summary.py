@@ -30,10 +30,11 @@ def summary(metrics: list[RequestStateStats], seconds: float) -> str:
     num_out = sum(m.num_generation_tokens for m in metrics)
     parts = [f"{many(len(metrics), 'request')} in {seconds:.2f} s"]
     if ttft:
-        parts.append(f"TTFT mean {_time(sum(ttft) / len(ttft))}, p99 {_time(percentile(ttft, 99))}")
+        parts.append(f"TTFT mean {duration(sum(ttft) / len(ttft))}, "
+                     f"p99 {duration(percentile(ttft, 99))}")
     if spans:
         mean = sum(span / count for span, count in spans) / len(spans)
-        parts.append(f"{_time(mean)} per output token")
+        parts.append(f"{duration(mean)} per output token")
     parts.append(f"{num_out / max(seconds, 1e-9):,.0f} output tok/s")
     parts.append(f"prefix hits {num_cached / max(num_prompt, 1):.0%} of {num_prompt:,} prompt "
                  "tokens")
@@ -46,5 +47,5 @@ def percentile(ordered: list[float], percent: int) -> float:
     return ordered[ceil(percent * len(ordered) / 100) - 1]
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

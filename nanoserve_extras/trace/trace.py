@@ -3,7 +3,7 @@
     python -m nanoserve trace
     python -m nanoserve trace --budget 6 --blocks 12 --request 9:4 --request 20:2
     python -m nanoserve trace --csv arrivals.csv --blocks 4096 --html run.html
-    python -m nanoserve trace --csv arrivals.csv --blocks 4096 --policy shortest
+    python -m nanoserve trace --csv arrivals.csv --blocks 4096 --policy shortest --limit 0.5
 
 The decisions are the engine's own; only the tokens are made up, because no decision depends on what
 a token is. It needs neither torch nor a model, so it is the quickest way to see what a change to
@@ -21,7 +21,8 @@ line, are passed over). A cell of the table is what a request gets in that step:
     preempted gave its blocks back, will recompute
     ·         waits
 
-Below the step stands why: a line for each request that waits or was preempted.
+Below the step stands why: a line for each request that waits or was preempted. Many requests have
+figures in the place of a table, and those of each priority, under every policy.
 
 The clock is simulated: a step takes `--step-ms`, and `--token-us` more for each token in it. That
 is the shape of a real step (weights are read once, arithmetic grows with the tokens), not its size.
@@ -29,7 +30,8 @@ is the shape of a real step (weights are read once, arithmetic grows with the to
 
 import argparse
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -39,7 +41,8 @@ from nanoserve.extra import Extra
 from nanoserve.frontend.command import command
 from nanoserve.frontend.metrics import EngineMetrics
 from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.summary import summary
+from nanoserve.frontend.progress import say
+from nanoserve.frontend.summary import duration, percentile, summary
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
 from nanoserve_extras.trace.options import TraceOptions
@@ -48,24 +51,29 @@ from nanoserve_extras.trace.recorder import Trace
 
 DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
 WIDEST_TABLE = 12  # requests; more have no table, only a summary
+OWN_WORDS = {"kv_cache_memory_bytes or num_gpu_blocks_override": "--blocks",
+             "max_tokens": "a request's output", "max_num_seqs=": "--max-num-seqs "}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="nanoserve trace",
                                      description=__doc__.split("\n")[0])
-    parser.add_argument("--budget", type=int, default=12, help="tokens a step")
-    parser.add_argument("--blocks", type=int, default=9, help="KV blocks")
-    parser.add_argument("--block-size", type=int, default=4, help="tokens a block")
-    parser.add_argument("--max-num-seqs", type=int, default=4)
+    count, amount = at_least(int, 1), at_least(float, 0)
+    parser.add_argument("--budget", type=count, default=12, help="tokens a step")
+    parser.add_argument("--blocks", type=count, default=9, help="KV blocks")
+    parser.add_argument("--block-size", type=count, default=4, help="tokens a block")
+    parser.add_argument("--max-num-seqs", type=count, default=4, help="at most --budget")
     parser.add_argument("--request", action="append", metavar="PROMPT:OUTPUT[:SHARED]")
     parser.add_argument("--csv", type=Path,
                         help="arrivals: seconds, prompt, output[, shared[, priority]]")
     parser.add_argument("--policy", choices=POLICIES, default="fcfs",
                         help="who goes first, see Scheduler.order")
-    parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds of any step")
-    parser.add_argument("--token-us", type=float, default=20.0, help="microseconds more a token")
-    parser.add_argument("--max-wait", type=float, default=0.0,
+    parser.add_argument("--step-ms", type=amount, default=5.0, help="milliseconds of any step")
+    parser.add_argument("--token-us", type=amount, default=20.0, help="microseconds more a token")
+    parser.add_argument("--max-wait", type=amount, default=0.0,
                         help="seconds that the first of an idle engine waits for others")
+    parser.add_argument("--limit", type=amount, nargs="+", metavar="SECONDS", default=[],
+                        help="who has a first token by then? One limit, or one for each priority")
     parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
     parser.add_argument("--json", metavar="FILE", help="write Chrome trace JSON, for Perfetto")
     args = parser.parse_args(argv)
@@ -80,10 +88,33 @@ def main(argv: list[str] | None = None) -> None:
             if path:
                 simulation.record(str(Path(path).with_suffix(suffix)))
         shown = table(simulation) if len(arrivals) <= WIDEST_TABLE else simulation.finish()
+        if not shown or args.limit:
+            shown = f"{shown}\n\n" * bool(shown) + simulation.summary(args.limit)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(shown or simulation.summary())
+        parser.error(in_own_words(str(error)))
+    if args.max_num_seqs > args.budget:
+        say(f"--budget {args.budget} lowers --max-num-seqs from {args.max_num_seqs} to "
+            f"{args.budget}: who writes takes one token of each step")
+    print(shown)
     simulation.close()
+
+
+def at_least(kind: type, least: int) -> Callable[[str], float]:
+    """How an option is read."""
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if least <= (value := kind(text)) < inf:
+                return value
+        words = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"must be {words} of at least {least}, got {text!r}")
+    return read
+
+
+def in_own_words(text: str) -> str:
+    """What the engine's parts say, with this command's options in place of the engine's."""
+    for name, ours in OWN_WORDS.items():
+        text = text.replace(name, ours)
+    return text
 
 
 @dataclass(frozen=True)
@@ -214,16 +245,26 @@ class Simulation:
         for _ in self.steps():
             pass
 
-    def summary(self) -> str:
-        """The number of steps, and `generate(summarize=True)`'s line, in simulated seconds; where
-        priorities count, such a line for each."""
+    def summary(self, limits: list[float] = ()) -> str:
+        """The number of steps, and `generate(summarize=True)`'s line, in simulated seconds; then a
+        line for each priority. limits: of the time to a first token, one or as many as priorities.
+        """
         metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
         lines = [f"{self.extras[0].num_steps:,} steps, {summary(metrics, self.now)}"]
-        by_priority = self.scheduler.config.scheduling_policy == "priority"
-        for priority in sorted({seq.request.priority for seq in self.seqs}) if by_priority else ():
+        priorities = sorted({seq.request.priority for seq in self.seqs})
+        if len(limits) not in (0, 1, len(priorities)):
+            raise ValueError(f"--limit has {len(limits)} numbers: name one, or one for each of the "
+                             f"{len(priorities)} priorities")
+        for i, priority in enumerate(priorities if limits or len(priorities) > 1 else ()):
             some = [one for one, seq in zip(metrics, self.seqs, strict=True)
                     if seq.request.priority == priority]
-            lines.append(f"priority {priority}: {summary(some, self.now)}")
+            ttft = sorted(one.first_token_latency for one in some)
+            lines.append(f"priority {priority}: {summary(some, self.now)} | TTFT p50 "
+                         f"{duration(percentile(ttft, 50))}")
+            if limits:
+                limit = limits[i % len(limits)]
+                lines[-1] += f", {sum(one <= limit for one in ttft) / len(ttft):.1%} "
+                lines[-1] += f"within {limit:g} s"
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -253,6 +294,7 @@ def _reasons(scheduler: Scheduler, step: Step, seqs: list[Sequence]) -> list[str
     """A sentence for each that has no share of the step; those that only stand behind another one
     share a sentence."""
     waits = explain(scheduler, step)
+    waits.of = {seq: in_own_words(reason) for seq, reason in waits.of.items()}
     said = [f"{seq.name} {lost_blocks(seq, taker)}" for seq, taker in step.preempted.items()]
     idle = [seq for seq in seqs if seq not in step.num_new_tokens and seq not in step.preempted
             and seq.finish_reason is None]

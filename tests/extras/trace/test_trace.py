@@ -1,12 +1,13 @@
 """The step table of trace/trace.py, against a trace worked out by hand."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 from witness import read
 
-from nanoserve_extras.trace.trace import Arrival, Simulation, parse, read_csv, table
+from nanoserve_extras.trace.trace import Arrival, Simulation, main, parse, read_csv, table
 
 pytestmark = pytest.mark.floor
 
@@ -48,8 +49,8 @@ def test_below_a_step_stands_who_waits_and_why():
     """One row, by hand: B is next, and C and D wait for nothing but B. When A has gone, B runs."""
     lines = trace(["3:1", "3:1", "3:1", "3:1"], 8, 10, 4, 1).splitlines()
     assert [line.strip() for line in lines if not line[0].isdigit()][1:] == [
-        "B has no seat: max_num_seqs=1", "C, D stand behind B",
-        "C has no seat: max_num_seqs=1", "D stands behind C", "D has no seat: max_num_seqs=1"]
+        "B has no seat: --max-num-seqs 1", "C, D stand behind B",
+        "C has no seat: --max-num-seqs 1", "D stands behind C", "D has no seat: --max-num-seqs 1"]
 
 
 def test_who_has_not_arrived_does_not_wait():
@@ -80,11 +81,11 @@ def test_the_command_runs_without_torch():
     assert out.stdout.startswith("step  tokens")
 
 
-def run(*args: str, fails: bool = False) -> str:
+def run(*args: str) -> str:
     out = subprocess.run([sys.executable, "-m", "nanoserve", "trace", *args],
                          capture_output=True, text=True)
-    assert (out.returncode != 0) == fails, out.stderr
-    return out.stderr if fails else out.stdout
+    assert out.returncode == 0, out.stderr
+    return out.stdout
 
 
 # ------------------------------------------------------------ arrivals from a file
@@ -138,11 +139,37 @@ def test_many_requests_have_a_summary_and_no_table(tmp_path):
     assert "simulated clock: 5 ms a step" in read(tmp_path / "a.html")["meta"]["note"]
 
 
-@pytest.mark.parametrize("args", [
-    ["--request", "50:1"], ["--html", "no/such/folder.html"], ["--csv", "no-such-file.csv"]])
-def test_what_cannot_run_is_explained(args):
-    message = run(*args, fails=True)
-    assert "Traceback" not in message and "error: " in message
+@pytest.mark.parametrize("args, says", [
+    ("--request 50:1", "raise --blocks"), ("--html no/such/folder.html", "no/such"),
+    ("--csv no-such-file.csv", "no-such-file"), ("--budget 0", "--budget: .* at least 1, got '0'"),
+    ("--blocks 1.5", "--blocks: .* whole"), ("--step-ms nan", "--step-ms: must be a number"),
+    ("--limit 1 2", "--limit has 2 numbers: name one")])
+def test_what_cannot_run_is_explained_in_this_commands_words(capsys, args, says):
+    with pytest.raises(SystemExit):
+        main(args.split())
+    assert re.search(f"error: .*{says}", capsys.readouterr().err)
+
+
+def test_a_budget_that_lowers_the_seats_says_so(capsys):
+    main(["--budget", "2"])
+    printed = capsys.readouterr()
+    assert "--budget 2 lowers --max-num-seqs from 4 to 2" in printed.err
+    assert "C has no seat: --max-num-seqs 2" in printed.out
+
+
+def test_each_priority_has_its_figures_under_every_policy(tmp_path):
+    """One row, by hand: a step takes 1 s. A, C and D come at 0, B at 1.5; each writes one token.
+    First tokens come at 1 (A), 2 (C), 3 (D), 4 (B): after 1, 2, 3 and 2.5 seconds."""
+    (tmp_path / "a.csv").write_text("seconds,prompt,output,priority\n0,3,1,1\n0,3,1,0\n0,3,1,0\n"
+                                    "1.5,3,1,1\n")
+    simulation = Simulation(read_csv(tmp_path / "a.csv"), 8, 9, 4, 1, 1.0, 0.0)
+    simulation.finish()
+    _, urgent, others = simulation.summary([2, 2.5]).splitlines()
+    assert urgent.startswith("priority 0: 2 requests") and "p99 3.00 s" in urgent
+    assert urgent.endswith("TTFT p50 2.00 s, 50.0% within 2 s")
+    assert others.endswith("TTFT p50 1.00 s, 100.0% within 2.5 s")
+    assert simulation.summary([2]).count("within 2 s") == 2
+    assert "within" not in simulation.summary()
 
 
 @pytest.mark.parametrize("text", ["\ufeffseconds,prompt,output\n0.00001,3,2\n", "1e-05,3,2\n",
@@ -180,4 +207,4 @@ def test_the_policy_is_the_schedulers(tmp_path, policy, order):
                                                               strict=True)}
     assert "".join(sorted(first, key=first.get)) == order
     assert simulation.seqs[0].num_preemptions == (policy == "priority")
-    assert simulation.summary().count("priority") == (2 if policy == "priority" else 0)
+    assert simulation.summary().count("priority") == 2

@@ -275,6 +275,10 @@ def test_remarks_lead_from_step_to_step(browser, runs):
         assert shown[:2] == [at, request] and shown[2].startswith(first)
     browser.js("document.querySelector('#remarks li:last-child').click()")
     assert browser.js(here)[:2] == [5, 0]
+    # No line is cut in two: the list shows whole ones, and is scrolled by whole ones.
+    assert browser.js("(r => [r.clientHeight % 18, r.scrollTop > 0 && r.scrollTop % 18, "
+                      "r.firstChild.offsetHeight % 18])(document.querySelector('#remarks'))"
+                      ) == [0, 0, 0]
     browser.press("n")
     assert browser.js(here)[:2] == [0, 1]
     browser.open(runs["busy"][0])
