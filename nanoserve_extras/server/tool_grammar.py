@@ -102,7 +102,7 @@ class ModelTurns:
         grammar = ToolGrammar(self.form, schemas, self.special)
         try:
             text = grammar.text(start, needed, start.one, answer)
-        except (AttributeError, KeyError, RecursionError, TypeError, re.error) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError) as error:
             raise BadRequest(f"tools: one of the schemas is no JSON schema: {error!s:.200}",
                              "tools") from error
         return replace(params, structured_outputs=dict(grammar=text))
@@ -250,18 +250,17 @@ class ToolGrammar:
                 if not self.is_lenient:
                     raise ValueError(f"{key!r}: {why:.500}" if key else f"{why:.500}")
             return write(schema)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError, re.error) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             if not self.is_lenient:
                 raise BadRequest(f"tools: {name}: {error!s:.600}", "tools") from error
         return write({"type": "object", "additionalProperties": True})
 
     def _refusal(self, schema: dict) -> str:
         from nanoserve_extras.structured.structured import refusal
-        text = json.dumps(schema | {"x-guidance": {"lenient": self.is_lenient}})
-        self.num_checked += len(text)
+        self.num_checked += len(json.dumps(schema))
         if self.num_checked > MAX_CHECKED:
             raise ValueError("looking for what can't be kept to takes too long: shorten it")
-        return refusal(text)
+        return refusal(schema | {"x-guidance": {"lenient": self.is_lenient}})
 
     def _json(self, schema: Any, root: Any) -> str:
         """JSON in one line. root: where the schema's references lead."""
@@ -269,7 +268,7 @@ class ToolGrammar:
         whole = json.loads(json.dumps({**shared, **(schema if isinstance(schema, dict) else {})}))
         from nanoserve_extras.structured.structured import ONE_LINE  # here: it may be deleted
         from nanoserve_extras.structured.structured_schema import tidy
-        whole = tidy(whole, True, lambda keys, patterns: True)
+        whole = tidy(whole, True, lambda keys, patterns: True, self._refusal)
         return "%json " + json.dumps(whole | {
             "x-guidance": ONE_LINE | {"lenient": self.is_lenient}})
 

@@ -21,13 +21,11 @@ grammar has a place for it (server/tool_grammar.py).
 """
 
 import json
-import math
 import re
 import warnings
 import weakref
 from collections import ChainMap
 from dataclasses import dataclass, fields, replace
-from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,11 +41,11 @@ from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import in_words, option
 from nanoserve.sequence import Sequence
 from nanoserve_extras.structured.structured_schema import tidy
+from nanoserve_extras.structured.structured_trial import Trial, probe
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
-MAX_MULTIPLE = 10_000  # for JSON's multipleOf: compiling takes the square of it
-NUM_PROBED = 64  # forced tokens that are read when a grammar is compiled, to see whether it works
+MAX_RULES = 1_000  # of EBNF: the library's translation takes the square of it
 SCHEMA = rules.instance((str, dict), "a JSON schema, as a dict or as text")
 REGEX = rules.instance(str, "a regular expression")
 GRAMMAR = rules.instance(str, "a grammar, Lark's or EBNF")
@@ -144,14 +142,16 @@ class Grammars:
         own.add_special_tokens([END])
         # Behind all others, so that no real token has it; a padded vocabulary may have room there.
         self.end_id = own.token_to_id(END)
+        read = dict(tokenizer=own.to_str(), n_vocab=max(vocab_size, self.end_id + 1),
+                    eos_token=self.end_id)
         with in_words("structured_outputs: llguidance can't read this tokenizer", ValueError):
-            self.tokenizer = self.library.LLTokenizer(
-                own.to_str(), n_vocab=max(vocab_size, self.end_id + 1), eos_token=self.end_id)
+            self.tokenizer = self.library.LLTokenizer(**read)
+        self.trial = Trial(read)
         # llguidance knows the usual ways to write a space and bytes; others it takes for letters.
-        read = self.tokenizer.decode_bytes(own.encode(SAMPLE, add_special_tokens=False).ids)
-        if read.decode(errors="replace").strip() != SAMPLE:
+        found = self.tokenizer.decode_bytes(own.encode(SAMPLE, add_special_tokens=False).ids)
+        if found.decode(errors="replace").strip() != SAMPLE:
             raise ValueError(f"structured_outputs: llguidance reads this tokenizer's {SAMPLE!r} as "
-                             f"{read!r}: name another with tokenizer=")
+                             f"{found!r}: name another with tokenizer=")
         # One schema often comes with many requests. A matcher in here is only ever copied.
         self.matcher_of = lru_cache(maxsize=64)(self._compile)
 
@@ -169,17 +169,11 @@ class Grammars:
             return Grammar(self, self.matcher_of(self._translate(asked)), end_ids)
 
     def _compile(self, grammar: str) -> Any:
-        _refuse_what_crashes(grammar)
-        matcher = self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
-        # The library notices only while it reads that no text at all is possible, or too many: as a
-        # rule at the beginning, or behind what every text begins with.
-        probe = matcher.deep_copy()
-        if not matcher.is_error():
-            probe.compute_bitmask()
-            probe.try_consume_tokens(probe.compute_ff_tokens()[:NUM_PROBED])
-            probe.compute_bitmask()
-        if probe.is_error():  # the words may repeat the whole grammar
-            words = probe.get_error()
+        words, matcher = self.trial.refusal(grammar), None
+        if not words:
+            matcher = self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
+            words = probe(matcher.deep_copy())
+        if words:  # they may repeat the whole grammar
             words = "no text at all matches it" if words.startswith("NoExtension") else words
             raise ValueError(f"structured_outputs: llguidance refuses this: {words:.500}")
         return matcher
@@ -190,7 +184,7 @@ class Grammars:
         if asked.regex is not None:
             return to.grammar_from_regex(asked.regex)
         if asked.grammar is not None:
-            is_ebnf = re.search(r"(?m)^\s*[\w-]+\s*::=", asked.grammar)
+            is_ebnf = re.search(r"(?m)^[ \t]*[\w-]+\s*::=", asked.grammar)
             return to.grammar_from_lark(_to_lark(asked.grammar) if is_ebnf else asked.grammar)
         if asked.choice is not None:  # Lark's strings are written as JSON's are. One terminal: ...
             "".join(asked.choice).encode()  # ... for a parser's rule 2,000 are too many
@@ -198,11 +192,11 @@ class Grammars:
             return to.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         schema = {"type": "object"} if asked.json is None else asked.json
         with in_words("structured_outputs: json is no JSON schema", ValueError, TypeError,
-                      RecursionError, re.error):
+                      RecursionError):
             # As text: a dict that holds itself, handed to the library, ends the process.
             text = schema if isinstance(schema, str) else json.dumps(schema)
             text = json.dumps(tidy(json.loads(text), asked.disable_additional_properties,
-                                   self._is_dead))
+                                   self._is_dead, refusal))
             return to.grammar_from_json_schema(text, defaults=ONE_LINE)
 
     def _is_dead(self, keys: list[str], patterns: list[str]) -> bool:
@@ -210,9 +204,11 @@ class Grammars:
         of all keys and the comma behind it, finds no way to go on."""
         probe = dict(type="object", properties=dict.fromkeys(keys, {}), required=keys,
                      patternProperties=dict.fromkeys(patterns, {}), additionalProperties=False)
-        matcher = self.library.LLMatcher(
-            self.tokenizer, self.library.LLMatcher.grammar_from_json_schema(
-                json.dumps(probe), defaults=ONE_LINE), log_level=0)
+        grammar = self.library.LLMatcher.grammar_from_json_schema(
+            json.dumps(probe), defaults=ONE_LINE)
+        if self.trial.refusal(grammar):
+            return False  # it will be said of the whole schema
+        matcher = self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
         text = json.dumps(dict.fromkeys(keys), ensure_ascii=False)[:-1] + ", "
         matcher.consume_tokens(self.tokenizer.tokenize_str(text))
         matcher.compute_bitmask()
@@ -230,44 +226,23 @@ def _library() -> Any:
     return llguidance
 
 
-def refusal(schema: str) -> str:
+SCHEMAS = Trial()
+
+
+def refusal(schema: dict) -> str:
     """Why a schema by itself can't be compiled, in the library's words; "" if it can."""
-    try:
-        _refuse_what_crashes(schema)
-    except ValueError as error:
-        return str(error)
-    matcher = _library().LLMatcher
-    return " ".join(matcher.validate_grammar(matcher.grammar_from_json_schema(schema)).split())
+    return " ".join(SCHEMAS.refusal(_library().LLMatcher.grammar_from_json_schema(
+        json.dumps(schema))).split())
 
 
 def _to_lark(grammar: str) -> str:
     """EBNF as llama.cpp and xgrammar write it. Raises `ValueError`."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
+    if (count := grammar.count("::=")) > MAX_RULES:
+        raise ValueError(f"structured_outputs: grammar has {count:,} rules in EBNF, and "
+                         f"{MAX_RULES:,} are the most: write it as Lark's")
     with in_words("structured_outputs: grammar is no EBNF"):
         return gbnf_to_lark(grammar)
-
-
-def _refuse_what_crashes(grammar: str) -> None:
-    """llguidance 1.9 recurses for ever over a whole number that is -2^63 as a float, which ends the
-    process: any client could end a server. And `multipleOf` has a state for each remainder: a prime
-    of eight digits keeps it busy for very long."""
-    if found := re.search(r"-922337203685477\d{4}(?![\d.eE])", grammar):
-        raise ValueError(f"structured_outputs: llguidance can't read the number {found[0]}: leave "
-                         "it out")
-    values = re.findall(r'multipleOf(?:\\+[nrt"]|[^\w\-])*([\d.eE+-]+)', grammar)
-    if (states := math.lcm(*map(_num_remainders, values))) > MAX_MULTIPLE:
-        raise ValueError(f"structured_outputs: multipleOf has {states:,} remainders (of all its "
-                         f"values together), and {MAX_MULTIPLE:,} are the most: leave it out")
-
-
-def _num_remainders(multiple: str) -> int:
-    """0.25 is 25 hundredths. Whether a number can be divided by 100 is seen from its end."""
-    try:
-        _, digits, exponent = Decimal(multiple).normalize().as_tuple()
-    except InvalidOperation:  # no number, which the library will say
-        return 1
-    number = int("".join(map(str, digits))) or 1
-    return number * 10 ** min(max(exponent, 0), 20) if number > 1 else 1
 
 
 # ---------------------------------------------------------------- one text's parser

@@ -27,21 +27,18 @@ HELD = ("items", "prefixItems", "additionalItems", "additionalProperties", "cont
 PARTS = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 LISTS = {"properties", "patternProperties", "additionalProperties", "required"}  # some keys
 SPEAKS = (LISTS - {"required"}) | {*PARTS, "$ref"}
-MOST_PATTERNS = 16  # for one value: each takes the compiler twice as long, and 20 take a second
 Find = Callable[[object], dict | None]  # see `_find`
 OPEN = ("structured_outputs: objects that are put together from parts (allOf, or $ref or anyOf "
         "beside properties, or a $ref other than #/...) may have other keys than are listed: "
         "say additionalProperties")
 
 
-def tidy(schema: object, closes: bool, is_dead: Callable[[list[str], list[str]], bool]) -> object:
+def tidy(schema: object, closes: bool, is_dead: Callable[[list[str], list[str]], bool],
+         refusal: Callable[[dict], str]) -> object:
     """The schema as it is compiled; it is changed in place. closes: whether objects are closed.
     is_dead: whether patterns have no key of their own, given an object's keys and its patterns.
-    Raises `ValueError` for more patterns of one value than can be compiled in time."""
+    refusal: the compiler's words for a schema, "" for none. Raises `ValueError`."""
     found, find = list(_everything(schema)), partial(_find, schema)
-    if (most := _most_patterns(found, find)) > MOST_PATTERNS:
-        raise ValueError(f"allOf puts {most} patterns together, and {MOST_PATTERNS} are the "
-                         "most: write them as one pattern")
     if closes:
         _close(found, find)
     for one in found:
@@ -50,9 +47,17 @@ def tidy(schema: object, closes: bool, is_dead: Callable[[list[str], list[str]],
         if is_closed and keys and patterns and is_dead(list(keys), list(patterns)):
             del one["patternProperties"]
             for key in keys:
-                keys[key] = {"allOf": [keys[key], *(
-                    value for pattern, value in patterns.items() if re.search(pattern, key))]}
+                keys[key] = {"allOf": [keys[key], *(value for pattern, value in patterns.items()
+                                                    if _matches(pattern, key, refusal))]}
     return schema
+
+
+def _matches(pattern: str, key: str, refusal: Callable[[dict], str]) -> bool:
+    """The compiler says it: Python's `re` takes for ever to look for `(a?){40}a{40}`."""
+    why = refusal(dict(type="string", enum=[key], pattern=pattern))
+    if why and not why.startswith("Unsatisfiable"):
+        raise ValueError(why)
+    return not why
 
 
 def loosened(schema: dict, refusal: Callable[[dict], str]) -> Iterator[tuple[str, str]]:
@@ -74,20 +79,6 @@ def loosened(schema: dict, refusal: Callable[[dict], str]) -> Iterator[tuple[str
             one.clear()
             one.update(rest)
             yield names.get(id(one), ""), why
-
-
-def _most_patterns(found: list[dict], find: Find) -> int:
-    """How many patterns one value must match, those of definitions included."""
-    known: dict[str, int] = {}
-
-    def count(schema: dict) -> int:
-        ref = str(schema.get("$ref"))
-        if ref not in known:
-            known[ref] = 0  # until it is known: a definition may refer to itself
-            known[ref] = sum(map(count, _dicts(find(ref))))
-        return ("pattern" in schema) + known[ref] + sum(map(count, _dicts(schema.get("allOf"))))
-
-    return max(map(count, found), default=0)
 
 
 def _close(found: list[dict], find: Find) -> None:

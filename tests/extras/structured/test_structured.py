@@ -321,21 +321,16 @@ for _ in range(20_000):
     ({"grammar": "start: nothing"}, "llguidance refuses this: .*nothing"),
     ({"json": "{"}, "llguidance refuses this|is no JSON schema"),
     ({"json": {"type": object}}, "is no JSON schema: .*not JSON serializable"),
-    ({"json": {"enum": [1, -2 ** 63]}}, "can't read the number -9223372036854775808"),
-    ({"json": '{"const": -9223372036854775500}'}, "can't read the number -9223372036854775500"),
-    ({"grammar": 'start: %json {"const": -9223372036854775808}'}, "can't read the number"),
     ({"json": {"type": "foo"}}, "llguidance refuses this: Invalid type: foo"),
     ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
     ({"json": CYCLE}, "json is no JSON schema: Circular"),  # these two ended the process
     ({"json": DEEP}, "json is no JSON schema: maximum recursion depth"),
-    ({"json": {"type": "integer", "multipleOf": 99999999}}, "multipleOf has 99,999,999 remainders"),
-    ({"json": {"allOf": [{"multipleOf": 9973}, {"multipleOf": 99.67}]}}, "99,400,891 remainders"),
-    ({"grammar": 'start: %json {"multipleOf":\n1.234e8}'}, "multipleOf has 123,400,000 remainders"),
     ({"regex": "[^\\s\\S]"}, "no text at all matches it"), ({"grammar": "start: start"}, "no text"),
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text at all"),
     ({"json": {"properties": {f"p{i}": {} for i in range(3000)}, "type": "object"}}, "max is 2000"),
     ({"regex": "\ud800"}, "a lone surrogate"), ({"grammar": '"\ud800"'}, "a lone surrogate"),
+    ({"grammar": 'root ::= "a"\n' * 1001}, "1,001 rules in EBNF"),
     ({"grammar": "root ::= ("}, "no EBNF"), ({"grammar": "root ::= b"}, "no EBNF: Rule 'b'"),
     ({"choice": ["a", "\ud800"]}, "a lone surrogate")])
 def test_wrong_wishes_are_refused_when_the_request_is_made(llm, asked, message):

@@ -207,28 +207,10 @@ def test_texts_that_stop_are_valid_and_others_say_length(tmp_path):
 @pytest.mark.parametrize("schema", [
     dict(properties=5), dict(properties=["a"]), dict(patternProperties="a"), dict(allOf=5),
     dict(properties=AB, required=5), dict(properties=AB, required=[["a"]]), 5, [AB], "x",
-    dict(properties={"a": NUMBER}, patternProperties={"(": NUMBER}),
-    dict(properties={"é": NUMBER}, patternProperties={r"^(?<x>é)$": NUMBER})], ids=str)
+    dict(properties={"a": NUMBER}, patternProperties={"(": NUMBER})], ids=str)
 def test_what_is_no_schema_is_refused_in_words(grammars, schema):
     with pytest.raises(ValueError, match="structured_outputs: "):
         grammars.compile(dict(json=json.dumps(schema)), frozenset(ENDS))
-
-
-@pytest.mark.parametrize("many", [
-    {"allOf": [{"pattern": f"x{i}"} for i in range(50)]},
-    {"properties": {"a": {"allOf": [{"pattern": f"x{i}"} for i in range(50)]}}},
-    {"allOf": [{"$ref": f"#/$defs/{i}"} for i in range(50)],
-     "$defs": {str(i): {"pattern": f"x{i}"} for i in range(50)}},
-    {"$ref": "#/$defs/40", "$defs": {"0": {"pattern": "x"}} | {
-        str(i): {"allOf": [{"$ref": f"#/$defs/{i - 1}"}, {"pattern": f"{i}"}]}
-        for i in range(1, 41)}},
-    {"$ref": "#/x/40", "x": {"0": {"pattern": "x"}} | {
-        str(i): {"allOf": [{"$ref": f"#/x/{i - 1}"}, {"pattern": f"{i}"}]} for i in range(1, 41)}},
-], ids=["at the top", "inside", "by reference", "in a chain", "in a chain elsewhere"])
-def test_patterns_that_would_take_for_ever_together_are_refused(grammars, many):
-    """20 take llguidance 1.9 a second, and each one more twice as long."""
-    with pytest.raises(ValueError, match="allOf puts .* patterns together, and 16 are the most"):
-        grammars.compile({"json": many}, frozenset(ENDS))
 
 
 def test_a_definition_that_refers_to_itself_has_few_patterns(grammars):
