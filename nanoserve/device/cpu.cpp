@@ -418,11 +418,9 @@ template <class T> struct Cache {
     // A small tile as panels of T.
     void widen(const uint32_t *tile, uint32_t *out) const {
         const int8_t *numbers = reinterpret_cast<const int8_t *>(tile);
-        for (long i = 0; i < padded * PANEL; i++) {
-            T number;
-            narrow(float(numbers[i]), number);
-            std::memcpy(reinterpret_cast<char *>(out) + i * sizeof(T), &number, sizeof(T));
-        }
+        T *wide = reinterpret_cast<T *>(out);
+        const long count = padded * PANEL;  // a store could change `padded`: no vectors, then
+        for (long i = 0; i < count; i++) ::widen(numbers[i], wide[i]);
     }
 };
 

@@ -253,8 +253,7 @@ void finish(float *sums, const float *scales, const T *bias, T *out, long count)
 inline void widen(const uint8_t *panel, long size, long group, long units, uint32_t *out) {
     std::memset(out + (units - HALF) * PANEL, 0, HALF * 64);  // behind the last input
     BFloat16 *numbers = reinterpret_cast<BFloat16 *>(out);
-    for (long i = 0; !group && i < size; i++)
-        numbers[i].bits = uint16_t(as_bits(float(int8_t(panel[i]))) >> 16);
+    for (long i = 0; !group && i < size; i++) widen(int8_t(panel[i]), numbers[i]);
     for (const uint8_t *end = panel + size; group && panel < end;) {
         uint32_t heads[PANEL], words[PANEL];
         std::memcpy(heads, panel, 64);
