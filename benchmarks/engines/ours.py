@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from protocol import serve
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.device.cpu import multiplies
 
 
 def load(args):
@@ -32,7 +34,9 @@ def load(args):
         return {"seconds": seconds, "times": [[first, first + rest] for first, rest in times],
                 "num_tokens": max_tokens}
 
-    return ", ".join(["nanoserve", *map(str, options.values())]), run
+    # The other one's name says what it multiplies by, if that was asked for.
+    tiles = [multiplies(getattr(torch, args.dtype))] if "NANOSERVE_TILES" in os.environ else []
+    return ", ".join(["nanoserve", *tiles, *map(str, options.values())]), run
 
 
 if __name__ == "__main__":

@@ -174,6 +174,8 @@ def describe(config: EngineConfig, runner: Any, num_blocks: int, network: str = 
     c, device = config, "cpu (Triton's interpreter, very slow)"
     if runner.device.type == "cuda":
         device = f"cuda ({torch.cuda.get_device_name(runner.device)})"
+    elif c.kernels == "cpu":
+        device = f"cpu ({namespace('cpu').multiplies(getattr(torch, c.dtype))})"
     elif c.kernels != "triton":
         device = "cpu"
     ranks = f" on {runner.ranks.size} ranks" if runner.ranks.size > 1 else ""

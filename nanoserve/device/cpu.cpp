@@ -39,12 +39,21 @@ namespace {
 
 // ------------------------------------------------------------------ numbers
 
+// NAME: what multiplies, as the start-up line says it.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, MAX_ROWS[] = {0, 16, 14, 0, 6};  // rows of a tile, by its panels:
+constexpr const char *NAME = "AVX512";
 #elif defined(__AVX__)
 constexpr int LANES = 8, MAX_ROWS[] = {0, 6, 2, 0, 1};  // as many sums as there are registers
+constexpr const char *NAME = "AVX2";  // or AVX alone, before 2013
 #else
 constexpr int LANES = 4, MAX_ROWS[] = {0, 6, 2, 0, 1};
+constexpr const char *NAME = "vectors of 128 bits";
+#endif
+#if defined(__AVX512BF16__)
+constexpr const char *NAME_OF_BFLOAT16 = "AVX512-BF16";
+#else
+constexpr const char *NAME_OF_BFLOAT16 = NAME;
 #endif
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
@@ -913,6 +922,7 @@ void draw(const T *logits, const float *temperature, const int64_t *seeds, const
 
 }  // namespace
 
+extern "C" const char *const multiplies[] = {NAME, HAS_TILES ? tiles::NAME : NAME_OF_BFLOAT16};
 extern "C" const Function functions[] = {
     FUNCTION(pack, T weight[count outputs inputs], i32 packed[count panels units _lanes]),
     FUNCTION(product, T x[rows inputs], i64? at[rows], panels weight[outputs inputs],

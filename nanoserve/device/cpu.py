@@ -11,6 +11,7 @@ Importing this module compiles the library if need be, and raises `BuildError` w
 done. float16 is computed in float32.
 """
 
+import ctypes
 from math import prod
 from typing import NamedTuple
 
@@ -38,6 +39,12 @@ class PackedWeight(NamedTuple):
     memory: torch.Tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def multiplies(dtype: torch.dtype) -> str:
+    """What multiplies matrices of a dtype on this CPU, in the words of the start-up line."""
+    names = (ctypes.c_char_p * 2).in_dll(COMPILED, "multiplies")
+    return names[dtype == torch.bfloat16].decode()
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:

@@ -42,6 +42,7 @@ struct Config {
 static_assert(sizeof(Config) == 64, "what the CPU reads");
 
 #if defined(__AMX_BF16__) && !defined(PLAIN_TILES)
+constexpr const char *NAME = "AMX bfloat16";
 // Written as asm, which says what memory is read. GCC 12's intrinsics don't: _tile_loadconfig names
 // 8 bytes of 64, so stores into the others are dropped (llama.cpp built with it dies of this), and
 // _tile_loadd names none, so that a store into a tile's memory may come after it.
@@ -59,6 +60,7 @@ template <int SUMS, int A, int B> void multiply_add() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 #else
+constexpr const char *NAME = "matrix tiles by plain loops, very slow";
 inline thread_local uint32_t registers[8][TILE][TILE];
 inline thread_local Config configured;
 inline void load_config(const Config &config) {

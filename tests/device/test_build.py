@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import nanoserve
 from nanoserve.config import EngineConfig
@@ -310,6 +311,19 @@ def test_no_compiler_warns(flavour):
     if flavour == "clang" and "omp" in result.stderr and "not found" in result.stderr:
         pytest.skip("clang without OpenMP")
     assert result.returncode == 0, result.stderr
+
+
+def test_the_start_up_line_names_what_multiplies():
+    """By the features that Linux sees."""
+    from nanoserve.device.cpu import multiplies
+
+    features = Path("/proc/cpuinfo").read_text().split()
+    names = dict(avx512_bf16="AVX512-BF16", avx512f="AVX512", avx2="AVX2")
+    expected = [name for feature, name in names.items() if feature in features]
+    if not expected or os.environ.get("NANOSERVE_TILES") == "1":
+        pytest.skip("another kind of CPU, or matrix tiles")
+    assert multiplies(torch.bfloat16) == expected[0]
+    assert multiplies(torch.float32) == expected[expected[0] == "AVX512-BF16"]
 
 
 HERE = Path(__file__).parent
