@@ -113,10 +113,12 @@ class Batch:
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
-    def mask(self, row: int, window: int | None) -> torch.Tensor:
-        """Which keys the row's queries see, (query_len, seq_len) of bool."""
+    def mask(self, row: int, window: int | None, last: torch.Tensor | None) -> torch.Tensor:
+        """Which keys the row's queries see, (query_len, seq_len) of bool. last: see `visible`, for
+        each of the row's queries; None: its own."""
         keys = torch.arange(self.seq_lens_host[row], device=self.seq_lens.device)
-        return visible(keys[-self.query_lens[row]:, None], keys, window)
+        queries = keys[-self.query_lens[row]:, None]
+        return visible(queries, keys, window, queries if last is None else last[:, None])
 
 
 SECTIONS = {one.name: one.metadata["section"] for one in fields(Batch) if one.metadata}

@@ -186,7 +186,7 @@ class BlockManager:
         """
         begin, query = seq.num_released_blocks, seq.num_computed_tokens
         first = next(key for key in range(begin * self.block_size, query + 1)
-                     if visible(query, key, self.window))
+                     if visible(query, key, self.window, query))
         for block_id in seq.block_table[begin:first // self.block_size]:
             self._dereference(block_id)
         seq.num_released_blocks = first // self.block_size
@@ -242,7 +242,8 @@ class BlockManager:
             held = seq.block_table[seq.num_released_blocks:]
             assert len(set(held)) == len(held), f"sequence {seq.name} lists a block twice: {held}"
             for position in range(seq.num_released_blocks * self.block_size):
-                assert not visible(seq.num_computed_tokens, position, self.window), (
+                query = seq.num_computed_tokens
+                assert not visible(query, position, self.window, query), (
                     f"sequence {seq.name} gave back position {position}, which its next query sees")
             room = len(seq.block_table) * self.block_size
             used = seq.num_computed_tokens + seq.num_inflight_tokens

@@ -152,15 +152,18 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
                     scale: float, window: int | None = None, softcap: float | None = None,
-                    sinks: torch.Tensor | None = None) -> torch.Tensor:
+                    sinks: torch.Tensor | None = None,
+                    last: torch.Tensor | None = None) -> torch.Tensor:
     """softmax(q k^T * scale) v of each row's queries over its own sequence (Kwon et al. 2023).
 
     q: (num_tokens, num_heads, head_dim). The step's own keys and values are in the cache already,
     so a prefix hit, an earlier chunk and the step's own tokens are no different from each other.
     window: a query sees this many keys at most, its own included. softcap: a score becomes
     softcap * tanh(score / softcap) (Gemma 2). sinks: (num_heads,) in float32, each the score of one
-    more key whose value is 0, so that a head's weights may sum up to less than 1 (gpt-oss).
-    Returns q's shape; padding (seq_len 0) gives zeros.
+    more key whose value is 0, so that a head's weights may sum up to less than 1 (gpt-oss). last:
+    (num_tokens,) in int32, the last position that each query sees, where tokens of an image see
+    each other (Gemma 3); it is computed by this step at the latest. Returns q's shape; padding
+    (seq_len 0) gives zeros.
 
         row: seq_len 38, query_len 3, blocks of 16, block table [7, 2, 9]
         keys 0..15 lie in block 7, 16..31 in block 2, 32..37 in block 9; the rest of block 9
@@ -173,7 +176,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         start, end = end, end + query_len
         if seq_len == 0:
             continue
-        visible = batch.mask(row, window)  # (query_len, seq_len)
+        seen_to = None if last is None else last[start:end]
+        visible = batch.mask(row, window, seen_to)  # (query_len, seq_len)
         # The blocks of keys that no query sees may belong to another sequence by now.
         positions = visible.any(0).nonzero()[:, 0]
         blocks = batch.block_tables[row, positions // block_size]

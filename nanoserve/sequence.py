@@ -224,8 +224,9 @@ class Step:
         return " | ".join(parts)
 
 
-def visible(query: Any, key: Any, window: int | None) -> Any:
+def visible(query: Any, key: Any, window: int | None, last: Any) -> Any:
     """Whether a query sees a key, by their positions: numbers, or arrays that broadcast. Attention
     and the block manager share this, so what a query can't see no later one may: its block is free.
-    window: how many keys a query sees at most, its own included; None: all before it."""
-    return (key <= query) & (window is None or key > query - window)
+    window: how many keys a query sees at most, its own included; None: all before it. last: the
+    last key in sight, which is the query's own, or the last of the image in which it stands."""
+    return (key <= last) & (window is None or key > query - window)

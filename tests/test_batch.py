@@ -390,7 +390,7 @@ def test_a_buffer_has_room_for_the_largest_step_and_no_more(num_drafts, num_extr
 def test_attention_sees_what_is_visible_and_reads_nothing_else(monkeypatch):
     """`visible` is changed, and nothing else: keys 2 and 3 stay in sight behind a window of 5. What
     lies between is another's, NaN here. The oracle is torch's attention with a dense mask."""
-    def rule(query, key, window):
+    def rule(query, key, window, last):
         return (key <= query) & ((key > query - window) | (key == 2) | (key == 3))
 
     monkeypatch.setattr("nanoserve.batch.visible", rule)
@@ -404,8 +404,9 @@ def test_attention_sees_what_is_visible_and_reads_nothing_else(monkeypatch):
             cache[4 - position // 4, position % 4] = numbers[position]
     got = ops.paged_attention(q, *caches, batch, 0.25, window=5)
     at = torch.arange(20)
+    seen = rule(at[17:, None], at, 5, None)
     expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=rule(at[17:, None], at, 5), scale=0.25)
+        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, scale=0.25)
     torch.testing.assert_close(got, expected.transpose(0, 1))
 
 

@@ -164,7 +164,7 @@ OTHER_MASKS = {  # what is seen beside the last 3 of 13 keys, and how many of bl
 def test_what_another_mask_sees_is_kept(monkeypatch, name):
     """`visible` is changed, and nothing else. Who releases too much is found by the audit."""
     kept, num_released = OTHER_MASKS[name]
-    monkeypatch.setattr(block_manager, "visible", lambda query, key, window: (
+    monkeypatch.setattr(block_manager, "visible", lambda query, key, window, last: (
         key <= query and (key > query - window or kept(key))))
     blocks = BlockManager(8, SIZE, window=4)
     seq = compute(blocks, range(13))

@@ -221,12 +221,12 @@ def scatter(rows: list[tuple[int, int]], block_size: int) -> tuple[list[list[int
 
 
 def naive(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, scale: float,
-          window: int | None, softcap: float | None,
-          sinks: torch.Tensor | None = None) -> torch.Tensor:
+          window: int | None, softcap: float | None, sinks: torch.Tensor | None = None,
+          last: int | None = None) -> torch.Tensor:
     """One query, in float64. q: (heads, head_dim); keys, values: (tokens, KV heads, head_dim). A
     sink is one more key, whose value is 0: it adds to the sum of weights alone."""
     first, group = 0 if window is None else max(0, position - window + 1), len(q) // keys.shape[1]
-    keys, values = (x[first:position + 1].double().repeat_interleave(group, 1)
+    keys, values = (x[first:(last or position) + 1].double().repeat_interleave(group, 1)
                     for x in (keys, values))
     scores = (keys * q.double()).sum(-1) * scale  # (tokens, heads)
     if softcap is not None:
@@ -239,20 +239,22 @@ def naive(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: i
 SINKS = torch.tensor([-1e38, -2.0, 0.5, 1.0, 3.0, 60.0, 0.0, -0.5])
 
 
-@pytest.mark.parametrize("window, softcap, sinks", [
-    (None, None, None), (9, None, None), (30, 5.0, None), (None, None, SINKS), (9, 5.0, SINKS)],
-    ids=["plain", "window", "softcap", "sinks", "all"])
+@pytest.mark.parametrize("window, softcap, sinks, image", [
+    (None, None, None, 0), (9, None, None, 0), (30, 5.0, None, 0), (None, None, SINKS, 0),
+    (None, None, None, 7), (9, 5.0, SINKS, 23)],
+    ids=["plain", "window", "softcap", "sinks", "images", "all"])
 @pytest.mark.parametrize("case", CASES)
-def test_attention(ops, dtype, case, window, softcap, sinks):
+def test_attention(ops, dtype, case, window, softcap, sinks, image):
     """Against a loop over queries and keys. Dead slots hold infinities and NaN, other requests'
-    numbers, which must not leak in, not even multiplied by zero."""
+    numbers, which must not leak in, not even multiplied by zero. image: of so many tokens, which
+    see each other, one behind the other from position 0 on."""
     shapes = SHAPES if dtype is not torch.float16 else SHAPES[1::2]
     if ops.__name__.endswith(".kernels"):  # the interpreter is slow: test_kernels has more of it
         if case != "few" or dtype is torch.float16:
             return
         shapes = SHAPES[3:4] if window == 30 else SHAPES[:1]
     for shape in shapes:
-        check_attention(ops, dtype, shape, CASES[case], window, softcap, sinks)
+        check_attention(ops, dtype, shape, CASES[case], window, softcap, sinks, image=image)
 
 
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
@@ -260,7 +262,8 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale.clamp(min=1e-37)).round().double() * scale
 
 
-def check_attention(ops, dtype, shape, rows, window, softcap, sinks, stored=None) -> None:
+def check_attention(ops, dtype, shape, rows, window, softcap, sinks, stored=None,
+                    image=0) -> None:
     num_heads, num_kv_heads, head_dim, block_size = shape
     tables, num_blocks = scatter(rows, block_size)
     cache = ops.new_cache(num_blocks, block_size, num_kv_heads, head_dim, stored or dtype, CPU)
@@ -284,12 +287,15 @@ def check_attention(ops, dtype, shape, rows, window, softcap, sinks, stored=None
     scale = head_dim ** -0.5
     if sinks is not None:
         sinks = sinks.repeat(-(-num_heads // len(sinks)))[:num_heads]
-    got = ops.paged_attention(q, *cache, batch, scale, window, softcap, sinks)
+    ends = [min(position - position % image + image, seq_len) - 1 if image else position
+            for n, seq_len in rows for position in range(seq_len - n, seq_len)]
+    last = torch.tensor(ends, dtype=torch.int32) if image else None
+    got = ops.paged_attention(q, *cache, batch, scale, window, softcap, sinks, last)
     expected, places = torch.zeros(q.shape, dtype=torch.float64), []
     for (query_len, seq_len), (k, v) in zip(rows, kvs, strict=True):
         for position in range(seq_len - query_len, seq_len):
             expected[len(places)] = naive(q[len(places)], k, v, position, scale, window, softcap,
-                                          sinks)
+                                          sinks, ends[len(places)])
             places.append(f", the largest at position {position} in a row of {seq_len} tokens, "
                           f"{query_len} of them queries; {num_heads} heads, {num_kv_heads} for KV")
     worst = (got.double() - expected).abs().amax((1, 2)).argmax()  # NaN is more than any number

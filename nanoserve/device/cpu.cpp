@@ -488,6 +488,7 @@ template <class T> struct Attention {
     long table_stride, heads, head_dim, window;
     float scale, softcap;
     const float *sinks;  // one a head, or null
+    const int32_t *last;  // the last key that each query sees, or null: its own
     Cache<T> cache;
     T *out;
     // Whether a small cache is multiplied as it is stored.
@@ -496,7 +497,11 @@ template <class T> struct Attention {
     void run(long row, long kv_head, long first, long count) const {
         const long group = heads / cache.kv_heads, rows = count * group;
         const long position = seq_lens[row] - (starts[row + 1] - starts[row]) + first;
-        const long end = position + count;
+        const auto last_of = [&](long m) {
+            return last ? last[starts[row] + first + m / group] : position + m / group;
+        };
+        long end = position + count;
+        for (long m = 0; last && m < rows; m += group) end = std::max(end, last_of(m) + 1L);
         const tiles::Borrowed<ON_TILES<T>> borrowed;
         const Tiling tiling(rows, ON_TILES<T>);
         const long padded_rows = tiling.tiles * tiling.rows;
@@ -533,7 +538,7 @@ template <class T> struct Attention {
                                       end, next);
             score(pieces, n, tiling, packed, q_units, q_scales, scores);
             for (long m = 0; m < rows; m++) {
-                soften(pieces, n, position + m / group, scores + m * WIDTH,
+                soften(pieces, n, position + m / group, last_of(m), scores + m * WIDTH,
                        sums + m * cache.padded, highest[m], total[m]);
                 put_weights(scores + m * WIDTH, n, m, tiling.rows, weight_units, weights,
                             weight_scales);
@@ -588,8 +593,8 @@ template <class T> struct Attention {
         }
     }
 
-    // One row's scores become weights. position: of the row's query.
-    void soften(const Piece *pieces, long n, long position, float *scores, float *sums,
+    // One row's scores become weights. position, seen: of the row's query, and the last in sight.
+    void soften(const Piece *pieces, long n, long position, long seen, float *scores, float *sums,
                 float &highest, float &total) const {
         const long keys = n * PANEL;
         for (long p = 0; p < n; p++) {
@@ -606,7 +611,7 @@ template <class T> struct Attention {
             // Of a piece the lanes [low, high) are seen. Example: lane 0 at position 32, query 35,
             // window 3: lanes 1, 2, 3 are.
             const long base = pieces[p].position - pieces[p].lane;
-            const long from = window ? position - window + 1 - base : 0, to = position + 1 - base;
+            const long from = window ? position - window + 1 - base : 0, to = seen + 1 - base;
             const int low = int(std::max(pieces[p].lane, from));
             const int high = int(std::min(pieces[p].lane + pieces[p].count, to));
             if (low > 0 || high < PANEL)
@@ -718,11 +723,12 @@ constexpr long ROWS_AT_ONCE = 64;  // a product's: queries times heads of a grou
 template <class T>
 void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
                      const int32_t *seq_lens, const int32_t *starts, float scale, long window,
-                     float softcap, const float *sinks, T *out, long tokens, long heads,
-                     long head_dim, long block_size, long kv_heads, long stored, long num_rows,
-                     long table_stride) {
+                     float softcap, const float *sinks, const int32_t *last, T *out, long tokens,
+                     long heads, long head_dim, long block_size, long kv_heads, long stored,
+                     long num_rows, long table_stride) {
     const Attention<T> attention{q, tables, seq_lens, starts, table_stride, heads, head_dim, window,
-                                 scale, softcap, sinks, {k, v, kv_heads, stored, block_size}, out};
+                                 scale, softcap, sinks, last,
+                                 {k, v, kv_heads, stored, block_size}, out};
     struct Work { long row, first, count; };
     std::vector<Work> work;  // for each KV head
     const long at_once = std::max(1L, ROWS_AT_ONCE / (heads / kv_heads));
@@ -942,7 +948,7 @@ extern "C" const Function functions[] = {
              cache k[_blocks block_size kv_heads stored],
              cache v[_blocks block_size kv_heads stored], i32 tables[rows width],
              i32 seq_lens[rows], i32 starts[_ends], float scale, long window, float softcap,
-             f32? sinks[heads] -> T out[tokens heads size]),
+             f32? sinks[heads], i32? last[tokens] -> T out[tokens heads size]),
     FUNCTION(delta_rule, T qkv[tokens channels], f32 decay[tokens heads], f32 beta[tokens heads],
              f32 states[_states heads key_size size], i64 sources[rows], i64 slots[tokens],
              i32 starts[_ends] -> T out[tokens heads size]),

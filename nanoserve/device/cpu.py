@@ -113,7 +113,8 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
                     scale: float, window: int | None = None, softcap: float | None = None,
-                    sinks: torch.Tensor | None = None) -> torch.Tensor:
+                    sinks: torch.Tensor | None = None,
+                    last: torch.Tensor | None = None) -> torch.Tensor:
     (tokens, heads, size), (rows, width) = q.shape, batch.block_tables.shape
     _, block_size, kv_heads, _ = k_cache.shape
     longest = max(batch.seq_lens_host, default=0)
@@ -122,7 +123,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
                          f"{block_size} tokens for a row of {longest}")
     return LIBRARY.paged_attention(
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, scale,
-        window or 0, softcap or 0, sinks, heads=heads - heads % kv_heads, _ends=rows + 1,
+        window or 0, softcap or 0, sinks, last, heads=heads - heads % kv_heads, _ends=rows + 1,
         stored=stored(size, k_cache.dtype))
 
 

@@ -79,7 +79,8 @@ MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
                     scale: float, window: int | None = None, softcap: float | None = None,
-                    sinks: torch.Tensor | None = None) -> torch.Tensor:
+                    sinks: torch.Tensor | None = None,
+                    last: torch.Tensor | None = None) -> torch.Tensor:
     """`ops.paged_attention`, with the same arguments and meaning.
 
     q: (num_tokens, num_heads, head_dim); caches: (num_blocks, block_size, num_kv_heads, head_dim),
@@ -113,9 +114,9 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
             out.zero_()
         is_decode = first_token < num_decodes
         _attention_kernel[num_kv_heads, programs, splits](
-            q, k_cache, v_cache, k_scales, v_scales, result, stats, sinks, batch.block_tables,
-            batch.seq_lens, batch.cu_seqlens_q, num_decodes, num_rows, first_token,
-            batch.block_tables.stride(0), scale * LOG2E.value, *q.stride()[:2],
+            q, k_cache, v_cache, k_scales, v_scales, result, stats, sinks, last,
+            batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, num_decodes, num_rows,
+            first_token, batch.block_tables.stride(0), scale * LOG2E.value, *q.stride()[:2],
             *k_cache.stride()[:3], *result.stride()[-3:-1], result.stride(0), GROUP=group,
             HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SOFTCAP=softcap or 0.0,
             DECODE=is_decode, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **tiles(phase), **FMA)
@@ -168,10 +169,12 @@ def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_int8: bo
 # Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of
 # an address in the batch's buffer, would otherwise compile another program.
 @triton.jit(do_not_specialize=["num_decodes", "num_rows", "first_token", "table_stride"],
-            do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"])
+            do_not_specialize_on_alignment=["last_ptr", "tables_ptr", "seq_lens_ptr",
+                                            "cu_seqlens_q_ptr"])
 def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, stats_ptr,
-                      sinks_ptr, tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, num_decodes, num_rows,
-                      first_token, table_stride, scale, q_stride_token, q_stride_head,
+                      sinks_ptr, last_ptr, tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
+                      num_decodes, num_rows, first_token, table_stride, scale, q_stride_token,
+                      q_stride_head,
                       kv_stride_block, kv_stride_slot, kv_stride_head, out_stride_token,
                       out_stride_head, out_stride_split,
                       GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -205,6 +208,10 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
     # Some query sees the keys at [first, end), every query those at [free, free_end). All but `end`
     # are multiples of BLOCK_N. Queries 3 to 5 after a prefix of 32 see up to 36 to 38 keys.
     start, end = prefix + first_query, prefix + last_query + 1
+    last = prefix + queries
+    if last_ptr is not None:  # an image's end
+        last = tl.load(last_ptr + tokens, mask=queries <= last_query, other=0)
+        end = tl.maximum(end, tl.max(last, 0) + 1)
     first, seen_from, free, free_end = 0, 0, 0, 0
     if WINDOW > 0:
         seen_from = tl.maximum(start - WINDOW + 1, 0)
@@ -237,8 +244,8 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
         if part == 2 or (not DECODE and (part == 1 or WINDOW > 0)):
             acc, highest, total = _attend(
                 acc, highest, total, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, low,
-                high, seen_from, end, prefix + queries, scale, kv_stride_block, kv_stride_slot,
-                part != 1, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)
+                high, seen_from, end, prefix + queries, last, scale, kv_stride_block,
+                kv_stride_slot, part != 1, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)
         low = tl.maximum(low, high)
 
     if stats_ptr is None:
@@ -272,7 +279,7 @@ def _find_tile(cu_seqlens_q_ptr, tile, num_decodes, num_rows, BLOCK_Q: tl.conste
 
 @triton.jit
 def _attend(acc, highest, total, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, low, high,
-            seen_from, end, positions, scale, stride_block, stride_slot, MASKED: tl.constexpr,
+            seen_from, end, positions, last, scale, stride_block, stride_slot, MASKED: tl.constexpr,
             HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
             SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Take the keys at [low, high) into the running softmax; `low` is a multiple of BLOCK_N.
@@ -302,7 +309,7 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, ta
             scores = SOFTCAP * LOG2E * (1 - 2 / (1 + tl.exp2(scores * (2 * scale / SOFTCAP))))
             factor = 1.0
         if MASKED:
-            visible = readable[None, :] & (keys[None, :] <= positions[:, None])
+            visible = readable[None, :] & (keys[None, :] <= last[:, None])
             if WINDOW > 0:
                 visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))

@@ -119,7 +119,7 @@ def describe_mask(mask_function: Callable, local_size: int | None = None, **unus
         expected = (keys - queries).abs() <= (2 * size if ahead == size else ahead)
         found = Mask(None if ahead == size else ahead, looks_ahead=True)
     else:
-        expected = visible(queries, keys, local_size or None)
+        expected = visible(queries, keys, local_size or None, queries)
         found = Mask(local_size)
     return found if torch.equal(seen, expected) else Mask(known=False)
 
@@ -160,6 +160,7 @@ class Pages:
     batch: Batch
     on: Placement
     looks_ahead: bool = False
+    last: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer: see `paged_attention`
     angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object,
@@ -179,7 +180,8 @@ class Pages:
             qkv.to(self.on.dtype).contiguous(), None, None, 0.0, *self.angles[size],
             *cache, self.batch.slot_mapping)
         out = self.on.ops.paged_attention(q_stored, *cache, self.batch, scale, window, softcap,
-                                          None if sinks is None else sinks.float())
+                                          None if sinks is None else sinks.float(),
+                                          self.last.get(layer))
         return out[None, :, :, :v_size].to(q.dtype).contiguous()
 
 

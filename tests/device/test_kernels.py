@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
 def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, window, softcap,
-                    sinks=None):
+                    sinks=None, last=None):
     """In float64, a row and a KV head at a time, from keys picked one by one. A sink is a key by
     itself, with a value of 0."""
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -42,7 +42,8 @@ def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, wi
         v = torch.stack([v_cache[slot] for slot in slots]).double().nan_to_num(0, 0, 0)
         position = torch.arange(seq_len - query_len, seq_len)[:, None]
         key = torch.arange(seq_len)[None]
-        hidden = (key > position) | (key <= position - (window or seq_len))
+        seen_to = position if last is None else last[at:at + query_len, None]
+        hidden = (key > seen_to) | (key <= position - (window or seq_len))
         for head in range(q.shape[1]):
             kv_head = head * num_kv_heads // q.shape[1]
             scores = q[at:at + query_len, head].double() @ k[:, kv_head].T * scale
@@ -133,7 +134,7 @@ def to_device(batch, first: int = 3, spare: int = 5) -> None:
 
 def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads, head_dim,
                         block_size, dtype=torch.float32, window=None, softcap=None, sinks=False,
-                        seed=0, stored=None, **how):
+                        image=0, seed=0, stored=None, **how):
     # The cache is the middle of a larger one, and padding of the tables points behind its end.
     caches = poisoned_cache(num_blocks + 8, block_size, heads[1], head_dim, tables, query_lens,
                             seq_lens, seed, window)
@@ -144,16 +145,20 @@ def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads,
                     generator=torch.Generator(DEVICE).manual_seed(seed + 1)).to(dtype)
     batch, scale = make_batch(tables, query_lens, seq_lens), 1.3 * head_dim ** -0.5
     sinks = torch.randn(heads[0]).mul(3) if sinks else None
-    expected = twin(q.cpu(), *plain, batch, scale, window, softcap, sinks)
+    last = None if not image else torch.tensor([  # images, whose tokens see each other
+        min(position - position % image + image, seq_len) - 1
+        for n, seq_len in zip(query_lens, seq_lens, strict=True)
+        for position in range(seq_len - n, seq_len)], dtype=torch.int32)
+    expected = twin(q.cpu(), *plain, batch, scale, window, softcap, sinks, last)
     for row, seq_len in enumerate(seq_lens):
         batch.block_tables[row, -(-seq_len // block_size):] = num_blocks + 3
     to_device(batch, first=3 + seed)
     got = attend(q, k_cache, v_cache, batch, scale, window, softcap,
-                 None if sinks is None else sinks.to(DEVICE), **how).cpu()
+                 *(one if one is None else one.to(DEVICE) for one in (sinks, last)), **how).cpu()
     assert got.dtype == dtype
     assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     naive = naive_attention(q.cpu(), *map(ops.restored, plain), tables, query_lens, seq_lens, scale,
-                            window, softcap, sinks)
+                            window, softcap, sinks, last)
     assert_close(got.double(), naive, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for cache, copy in zip((k_cache, v_cache), before, strict=True):
         assert_close(cache, copy, rtol=0, atol=0, equal_nan=True)
@@ -180,7 +185,7 @@ def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype
             attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size,
             dtype, seed=seed, splits=splits, arch=rng.choice(("sm_80", "sm_90")),
             window=rng.choice((None, rng.randrange(1, 150))), softcap=rng.choice((None, 3.0)),
-            sinks=rng.choice((False, True)))
+            sinks=rng.choice((False, True)), image=rng.choice((0, 17, 70)))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
