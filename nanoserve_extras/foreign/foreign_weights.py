@@ -123,9 +123,9 @@ def text_class(model_class: type, hf_config: transformers.PreTrainedConfig,
                ) -> tuple[type, transformers.PreTrainedConfig]:
     """The class to run, and its config. Gemma 3n's wrapping embeds the tokens of images in each
     step, and its tower needs another package (timm): its class for text alone takes its place.
-    Gemma 4 lets the tokens of an image see each other, and a text has none."""
+    Gemma 4 Unified makes masks in which tokens of an image see each other, and a text has none."""
     text = text_config_of(hf_config)
-    if getattr(text, "use_bidirectional_attention", None) == "vision":
+    if hf_config.model_type == "gemma4_unified":
         text.use_bidirectional_attention = None
     if hf_config.model_type != "gemma3n":
         return model_class, hf_config

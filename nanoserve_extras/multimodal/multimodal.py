@@ -9,6 +9,9 @@ picture, a network that hears has a sound: Chu et al. 2023, "Qwen-Audio".)
     decoder     e     e     f0      f1      f2      f3    e      e: embedding, f: feature
     chunks     └────────────────────────┘└────────────────┘     cut anywhere, through an image, too
 
+Gemma's image tokens see each other, in both directions. Then a chunk may begin within an image,
+behind blocks that were found, but it doesn't end there.
+
 Network and tower are transformers' (transformers_model.py). One hook in front of the decoder puts
 in the step's features, and the positions of M-RoPE (Wang et al. 2024, "Qwen2-VL"). Which these are
 follows from a token's index in its sequence alone. So chunks, prefix hits, preemption, overlap,
@@ -18,7 +21,7 @@ Invariants. **A block is found only by who shows the same pixels**: in the key o
 first placeholder, and so in all keys behind it, is a hash of all that the tower gets
 (`CoreRequest.contents`). **An image is encoded once** while the encoder cache holds it.
 
-Known limits: one rank; no video; no images for Gemma, whose image tokens see each other.
+Known limits: one rank; no video.
 """
 
 import weakref
@@ -60,7 +63,8 @@ from nanoserve_extras.multimodal.options import MultimodalOptions
 
 # Wrappings that were compared with transformers' `generate`, by what they take (docs/vision.md).
 TRIED = {"image": ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL",
-                   "Llava", "Mistral3", "Lfm2Vl"), "audio": ("Qwen3ASR", "GlmAsr", "Voxtral")}
+                   "Llava", "Mistral3", "Lfm2Vl", "Gemma3", "Gemma4"),
+         "audio": ("Qwen3ASR", "GlmAsr", "Voxtral")}
 KINDS = {f"{name}ForConditionalGeneration": kind for kind in TRIED for name in TRIED[kind]}
 
 MOST_IMAGES = 4  # that one step encodes
@@ -80,6 +84,16 @@ class Shown:
         """Where in `places` each picture begins."""
         return [0, *accumulate(picture.num_tokens for picture in self.pictures)][:-1]
 
+    @cached_property
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first and the last of the placeholders between which each one stands, without other
+        tokens in between. Of a picture that is shown in several crops each is a run."""
+        breaks = np.flatnonzero(np.diff(self.places) > 1)
+        begins, ends = np.append(-1, breaks) + 1, np.append(breaks, len(self.places) - 1)
+        lengths = ends - begins + 1 if len(self.places) else [0]
+        return tuple(np.repeat(self.places[at] if len(self.places) else at, lengths)
+                     for at in (begins, ends))
+
     def positions_of(self, start: int, count: int) -> np.ndarray:
         """(3, count). Behind the prompt all three go on from the largest one."""
         index = np.broadcast_to(np.arange(start, start + count), (3, count))
@@ -98,9 +112,11 @@ class EncoderCache:
         self.budget, self.num_tokens, self.num_runs, self.num_asked = budget, 0, 0, 0
         self.held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recently used first
         self.lock = RLock()  # requests are made in any thread
+        self.mutual: list[int] = []  # layers in which tokens of an image see each other
         # Of the step to come: which tokens of the batch are placeholders, (k,); their features,
-        # (k, width); positions, (3, 1, num_tokens), where the decoder has M-RoPE.
-        self.view: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        # (k, width); positions, (3, 1, num_tokens), where the decoder has M-RoPE; the last token
+        # that each token sees, (num_tokens,).
+        self.view: tuple[torch.Tensor, ...] | None = None
 
     def join(self, model: TransformersModel) -> None:
         """Perceive by this network: the first one, or the same with other weights."""
@@ -109,6 +125,10 @@ class EncoderCache:
         self.size = network.get_input_embeddings().embedding_dim
         self.index_of = getattr(network.base_model, "get_rope_index", None) and (
             weakref.WeakMethod(network.base_model.get_rope_index))
+        # All of Gemma 3's; of Gemma 4's those with a window.
+        vision = getattr(network.config.get_text_config(), "use_bidirectional_attention", None)
+        self.mutual = [layer for layer, window in zip(model.attending, model.windows, strict=True)
+                       if network.config.model_type == "gemma3" or vision == "vision" and window]
         self.config, self.token_id = network.config, getattr(network.config, f"{kind}_token_id")
         self.takes = [name for name in signature(getattr(
             network.base_model, f"get_{kind}_features")).parameters if name not in NO_TENSORS]
@@ -165,7 +185,11 @@ class EncoderCache:
             grids = torch.cat([picture.tensors["image_grid_thw"] for picture in pictures])
             positions = self.index_of()(tokens, mm_token_type_ids=marks,
                                         image_grid_thw=grids)[0][:, 0].numpy()
-        return Shown(pictures, marks[0].nonzero()[:, 0].numpy(), positions)
+        shown = Shown(pictures, marks[0].nonzero()[:, 0].numpy(), positions)
+        if self.mutual and not set(shown.places[shown.firsts]) <= set(shown.runs[0]):
+            raise ValueError("put another token between the placeholders of two images, or their "
+                             "tokens would see each other")
+        return shown
 
     # --------------------------------------------------------------- a step
 
@@ -174,13 +198,15 @@ class EncoderCache:
         self.view = None
         if shown.keys().isdisjoint(step.num_new_tokens):
             return
-        index, positions, at = [], [], 0
+        index, positions, seen, at = [], [], [], 0
         features = [torch.empty(0, self.width, dtype=self.on.dtype, device=self.on.device)]
         rows = zip(step.num_new_tokens.items(), step.starts, strict=True)
         for (seq, count), start in sorted(rows, key=lambda row: row[0][1] > 1):  # as in the batch
             one = shown.get(seq, NOTHING)
             first, last = np.searchsorted(one.places, (start, start + count))
             index.append(one.places[first:last] - start + at)
+            seen.append(np.arange(start, start + count))
+            seen[-1][one.places[first:last] - start] = one.runs[1][first:last]
             try:  # two pictures of 4: places 3 .. 6 are the last of one, and three of the other
                 features += [self.features_of(picture)[max(first - begin, 0):last - begin]
                              for picture, begin in zip(one.pictures, one.firsts, strict=True)
@@ -192,17 +218,19 @@ class EncoderCache:
             at += count
         turned, index = (put(numbers, torch.int64, device=self.on.device) for numbers in (
             np.concatenate(positions, 1), np.concatenate(index)))
-        self.view = index, torch.cat(features), None if self.index_of is None else turned[:, None]
+        self.view = (index, torch.cat(features), None if self.index_of is None else turned[:, None],
+                     put(np.concatenate(seen), torch.int32, device=self.on.device))
 
     def look(self, decoder: torch.nn.Module, args: tuple, given: dict) -> tuple | None:
         """In front of the decoder: what it is given, with the step's features in it."""
         view, self.view = self.view, None
         if view is None:
             return None
-        index, features, positions = view
+        index, features, positions, seen = view
         if positions is not None:
             given["position_ids"] = positions
         if len(index):
+            given["nanoserve"] = replace(given["nanoserve"], last=dict.fromkeys(self.mutual, seen))
             first, *deeper = features.split(self.size, 1)
             given["inputs_embeds"] = given["inputs_embeds"].index_copy(1, index, first[None])
             if deeper:  # added to the hidden states behind the first layers
@@ -322,12 +350,36 @@ class MultimodalInputs(InputProcessor):
                 "multi_modal_data": {"audio": sound}}
 
     def expand(self, ids: list[int], pictures: list[MediaItem]) -> list[int]:
-        """One placeholder for each image becomes what the processor writes in its place."""
-        token_id, written = self.encoder.token_id, [picture.written for picture in pictures]
-        if ids.count(token_id) != len(pictures) or not all(written):
+        """One placeholder for each image becomes what the processor writes in its place. Line
+        breaks at its ends join those around it, as they do in a text (Gemma 3)."""
+        written = [picture.written for picture in pictures]
+        if not all(written) or ids.count(self.place_id) != len(pictures) or (
+                self.place_id != self.encoder.token_id and self.encoder.token_id in ids):
             return ids
-        turn = iter(written)
-        return [one for id_ in ids for one in (next(turn) if id_ == token_id else [id_])]
+        turn, found, is_behind, tokenizer = iter(written), [], False, self.processor.tokenizer
+
+        def is_break(id_: int) -> bool:
+            return set(tokenizer.decode([id_])) == {"\n"}
+
+        for id_ in ids:
+            is_place = id_ == self.place_id
+            part, breaks = list(next(turn)) if is_place else [id_], []
+            if found and (is_place or is_behind) and is_break(part[0]):
+                while found and is_break(found[-1]):
+                    breaks.insert(0, found.pop())
+                while breaks and part and is_break(part[0]):
+                    breaks.append(part.pop(0))
+                text = tokenizer.decode(breaks)
+                found += self._encode(text, add_special_tokens=False) if breaks else []
+            found += part
+            is_behind = is_place
+        return found
+
+    @cached_property
+    def place_id(self) -> int:
+        """The token that stands for an image in a prompt: Gemma 3 has one for that alone."""
+        token = getattr(self.processor, f"{self.encoder.kind}_token")
+        return self.processor.tokenizer.convert_tokens_to_ids(token)
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
         """As for texts, with images or sounds beside them. Older processors have a template."""
@@ -339,7 +391,7 @@ class MultimodalInputs(InputProcessor):
         prompt = super().render_chat(conversation, **template_options)
         if not found:
             return prompt
-        if (shown := prompt["prompt_token_ids"].count(self.encoder.token_id)) != len(found):
+        if (shown := prompt["prompt_token_ids"].count(self.place_id)) != len(found):
             raise ValueError(
                 f"the messages have {len(found)} {kind}s, and the chat template writes {shown} "
                 f"placeholders: put {kind}s into the user's turns, and no placeholders into texts")
@@ -359,11 +411,9 @@ class Multimodal(Extra):
     def prepare(self, plan: Plan) -> Plan:
         architecture, limits = plan.model_config.architecture, self.options.limit_mm_per_prompt
         if KINDS.get(architecture) not in limits:
-            why = "it has no tower for them, or none that was tried"
-            if architecture.startswith("Gemma"):
-                why = "its image tokens see each other, and attention here looks back alone"
             raise refusal(f"{architecture} with {'s and '.join(limits)}s",
-                          f"{why}. Without limit_mm_per_prompt it writes text")
+                          "it has no tower for them, or none that was tried. Without "
+                          "limit_mm_per_prompt it writes text")
         self.encoder = EncoderCache(KINDS[architecture], self.options.encoder_cache_tokens)
         parts = replace(plan.parts, make_network=partial(self.make, plan.parts.make_network))
         return replace(plan, parts=parts, make_inputs=partial(
@@ -381,6 +431,7 @@ class Multimodal(Extra):
         self.shown: dict[Sequence, Shown] = {}
         self.labels = {"model_name": str(engine.config.model)}
         self.most_tokens = engine.config.max_num_batched_tokens
+        self.most_rows = engine.config.max_num_seqs
         self.cuts = engine.config.enable_chunked_prefill
         encoder = self.encoder
         size = encoder.budget * encoder.width * encoder.on.dtype.itemsize / 2 ** 20
@@ -391,8 +442,19 @@ class Multimodal(Extra):
         """A checked request has these pictures: from here on its blocks are theirs, too."""
         shown = self.encoder.show(request.prompt_token_ids, pictures)
         for picture, first in zip(pictures, shown.firsts, strict=True):
-            block = int(shown.places[first]) // self.block_size
-            request.contents[block] = request.contents.get(block, b"") + picture.content
+            block, content = int(shown.places[first]) // self.block_size, picture.content
+            if self.encoder.mutual:  # what its tokens see is how they are laid out, too
+                own = shown.runs[1][first:first + picture.num_tokens] - shown.places[first]
+                content += own.astype(np.int32).tobytes()
+            request.contents[block] = request.contents.get(block, b"") + content
+        if self.encoder.mutual and self.cuts:
+            # Beside all the rows that may decode, so that its turn comes.
+            longest = int((shown.runs[1] - shown.runs[0]).max()) + self.most_rows
+            if longest > self.most_tokens:
+                size = longest - self.most_rows + 1
+                raise ValueError(f"an image of {size} tokens is computed in one step, beside up to "
+                                 f"{self.most_rows - 1} other requests: raise "
+                                 f"max_num_batched_tokens={self.most_tokens} to {longest}")
         self.waiting[request] = shown
 
     # ------------------------------------------------------ the life of a request
@@ -404,9 +466,15 @@ class Multimodal(Extra):
             self.shown.update(dict.fromkeys(sequences, shown))
 
     def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:
-        """Let a chunk end before the image that would be one too many for this step's tower."""
+        """Let a chunk end before the image that would be one too many for this step's tower, and
+        not within one whose tokens see each other."""
         if not self.cuts:
             return count
+        shown = self.shown.get(seq, NOTHING)
+        behind = int(np.searchsorted(shown.places, start + count))  # the first place behind it
+        if self.encoder.mutual and 0 < behind < len(shown.places) and (
+                shown.runs[0][behind - 1] == shown.runs[0][behind]):
+            count = max(int(shown.runs[0][behind]) - start, 0)
         rows = zip(step.num_new_tokens.items(), step.starts, strict=True)
         due = {picture.content: picture.num_tokens for (other, n), first in rows
                for picture, _ in self.missing(other, first, n)}

@@ -71,13 +71,21 @@ def load_processor(folder: Path, hf_config: PreTrainedConfig) -> ProcessorMixin:
     """transformers' own, without its part for videos, which alone needs torchvision."""
     with in_words(f"{folder}: its processor can't be loaded, pass what a processor made"):
         class ForImages(PROCESSOR_MAPPING[type(hf_config)]):
+            left_out = "video_processor"  # while the others are loaded
+
             @classmethod
             def get_attributes(cls) -> list[str]:
-                return [name for name in super().get_attributes() if name != "video_processor"]
+                return [name for name in super().get_attributes() if name != cls.left_out]
 
             @classmethod
             def from_args_and_dict(cls, args: list, given: dict, **more):
-                return super().from_args_and_dict(args, given | {"video_processor": None}, **more)
+                cls.left_out = None
+                if "video_processor" in (names := cls.get_attributes()):
+                    args.insert(names.index("video_processor"), None)
+                return super().from_args_and_dict(args, given, **more)
+
+            def check_argument_for_proper_class(self, name: str, part: object):
+                return part if part is None else super().check_argument_for_proper_class(name, part)
 
         return ForImages.from_pretrained(folder, trust_remote_code=False)
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packing import by_definition
 from safetensors.torch import load_file, save_file
-from seeing import NETWORKS, Seer, make_seeing
+from seeing import MUTUAL, NETWORKS, Seer, make_seeing
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import RequestOutputKind
@@ -59,6 +59,8 @@ def make_prompts(seer: Seer) -> list[dict]:
 
 
 def start(folder, **options) -> LLM:
+    if folder.name in MUTUAL and "max_num_seqs" not in options:  # 24 tokens are computed at once
+        options = options | dict(max_num_batched_tokens=26, max_num_seqs=3)
     return LLM(folder, **dict(dtype="float32", num_gpu_blocks_override=64, snapshot_bytes=2**20,
                               limit_mm_per_prompt={"image": 3}) | options)
 
@@ -99,6 +101,29 @@ def test_only_text_in_front_of_another_image_is_found_again(folders, seers):
         pairs = [(first, other), (first, first), (other, first), (first, other)]
         assert [llm.generate(seer.prompt(*pair, before=2, behind=4), GREEDY, use_tqdm=False)[
             0].num_cached_tokens for pair in pairs] == [0, 0, 0, 16]
+
+
+def test_an_image_that_no_step_could_hold_is_refused(folders, seers):
+    prompt = seers["gemma3"].prompts[0]
+    with start(folders["gemma3"], max_num_batched_tokens=17, max_num_seqs=3) as llm:
+        with pytest.raises(ValueError, match="16 tokens is computed in one step.*=17 to 18"):
+            texts_of(llm, [prompt])
+        assert len(texts_of(llm, [seers["gemma3"].prompts[3]])[0]) == MAX_TOKENS
+
+
+def test_an_image_whose_placeholders_stand_otherwise_is_another(folders, seers):
+    """In two parts its tokens see others, and their blocks hold other numbers."""
+    seer, picture = seers["gemma3"], seers["gemma3"].picture(4, 4, 1)
+    ids = seer.prompt(picture)["prompt_token_ids"]
+    at = ids.index(seer.token_id)
+    apart = ids[:at + 12] + [7] + ids[at + 12:]
+    prompts = [dict(prompt_token_ids=each, multi_modal_data={"image": [picture]})
+               for each in (ids, apart, ids)]
+    with start(folders["gemma3"], block_size=4) as llm:
+        for prompt, found in zip(prompts, (0, 8, 24), strict=True):
+            [out] = llm.generate(prompt, GREEDY, use_tqdm=False)
+            assert out.num_cached_tokens == found
+            assert_same_text(out.outputs[0].token_ids, *seer.generate(prompt, 8), "apart")
 
 
 def test_an_image_under_another_salt_is_another_prefix(folders, seers):
@@ -150,7 +175,8 @@ def test_a_cache_too_small_for_all_images_encodes_them_anew(folders, seers):
         assert encoder.num_runs > 4 and held == encoder.num_tokens <= 24
 
 
-both = pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])  # plain RoPE, and M-RoPE
+# Plain RoPE, M-RoPE, and one whose image tokens see each other.
+both = pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "gemma3"])
 
 
 @both
@@ -246,11 +272,11 @@ def test_the_trace_tells_what_the_encoder_cache_holds(folders, seers, tmp_path):
 @given(data=st.data())
 def test_no_budget_or_block_size_changes_a_text(folders, seers, data):
     draw = data.draw
-    name = draw(st.sampled_from(["qwen2.5-vl", "qwen3-vl", "smolvlm"]))
+    name = draw(st.sampled_from(["qwen2.5-vl", "qwen3-vl", "smolvlm", *MUTUAL]))
     size = draw(st.integers(1, 16))
     options = dict(
-        max_num_batched_tokens=draw(st.integers(4, 60)), block_size=size,
-        num_gpu_blocks_override=-(-draw(st.integers(52, 120)) // size), max_num_seqs=4,
+        max_num_batched_tokens=draw(st.integers(27 if name in MUTUAL else 4, 60)), block_size=size,
+        num_gpu_blocks_override=-(-draw(st.integers(56, 120)) // size), max_num_seqs=4,
         async_scheduling=draw(st.booleans()), enable_prefix_caching=draw(st.booleans()),
         encoder_cache_tokens=draw(st.integers(24, 60)))
     seer, order = seers[name], draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
@@ -263,7 +289,7 @@ def test_no_budget_or_block_size_changes_a_text(folders, seers, data):
 
 def test_who_does_not_see_is_refused_in_words(folders, checkpoints):
     for folder, options, says in (
-            (folders["gemma3"], {}, "its image tokens see each other"),
+            (folders["gemma4-unified"], {}, "Gemma4Unified.* none that was tried"),
             (checkpoints["qwen3"], {}, "with images .* no tower for them"),
             (folders["llava"], dict(model_impl="nanoserve"), "towers are transformers'"),
             (folders["llava"], dict(kv_store="/nowhere"), "kv_store='/nowhere'"),
@@ -273,7 +299,7 @@ def test_who_does_not_see_is_refused_in_words(folders, checkpoints):
              "encoder_cache_tokens.*limit_mm_per_prompt")):
         with pytest.raises(ValueError, match=says):
             start(folder, **options)
-    with LLM(folders["gemma3"], dtype="float32", num_gpu_blocks_override=8) as llm:
+    with LLM(folders["gemma4-unified"], dtype="float32", num_gpu_blocks_override=8) as llm:
         assert len(texts_of(llm, [{"prompt_token_ids": [1, 2]}])[0]) == MAX_TOKENS
 
 

@@ -12,7 +12,7 @@ import transformers
 from architectures import Made
 from checkpoints import assert_same_text, byte_tokenizer
 from hearing import make_hearing
-from seeing import NETWORKS, PLACES, TILED, TOKENS, Seer, make_seeing, make_with_processor
+from seeing import NAMED, NETWORKS, PLACES, TILED, TOKENS, Seer, make_seeing, make_with_processor
 from small_engine import drain
 
 from nanoserve import LLM, SamplingParams
@@ -80,6 +80,38 @@ def test_the_files_arguments_count(folders, tmp_path, name):
         assert drain(llm)["text"][-1].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("name, place, breaks", [
+    ("gemma3", "<start_of_image>", "\n"), ("gemma3", "<start_of_image>", " "),
+    ("gemma4", "<|image|>", "\n")])
+def test_a_place_that_is_another_token_among_line_breaks(folders, tmp_path, name, place, breaks):
+    """What a processor writes joins the text before that is cut into tokens: line breaks at its
+    ends are one token with those around it. A prompt that has all of it already stays as it is."""
+    folder, image = shutil.copytree(folders[name], tmp_path / name), photo(1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["\n\n\n"])  # as many as the place and its neighbour have
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(
+        extra_special_tokens=NAMED[name])))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    processor, seer = load_processor(folder, config), Seer(name, folder)
+    text = f"A{breaks}{place}{breaks}B"
+    made = processor(images=[image], text=text, return_tensors="pt")
+    picture = {key: made[key] for key in ("pixel_values", "image_position_ids") if key in made}
+    ids = made["input_ids"][0].tolist()
+    want = seer.generate(dict(prompt_token_ids=ids, multi_modal_data={"image": [picture]}), 8)
+    with start(folder, max_num_batched_tokens=80, max_num_seqs=2) as llm:
+        for prompt in ({"prompt": text}, {"prompt_token_ids": ids}):
+            [out] = llm.generate(prompt | {"multi_modal_data": {"image": image}}, GREEDY,
+                                 use_tqdm=False)
+            assert out.prompt_token_ids == ids
+            assert_same_text(out.outputs[0].token_ids, *want, name)
+        [out] = llm.chat([{"role": "user", "content": [
+            {"type": "image", "image": image}, {"type": "text", "text": "x"}]}], GREEDY,
+            use_tqdm=False)
+        assert out.prompt_token_ids.count(config.image_token_id) == seer.count(picture)
+
+
 def test_arguments_that_are_laid_over_the_files(folders):
     """Oracle: transformers' image processor with them, whose tensors are handed over."""
     folder, image, size = folders["qwen2.5-vl"], photo(1, 84, 112), dict(
@@ -90,13 +122,15 @@ def test_arguments_that_are_laid_over_the_files(folders):
     place, token = PLACES["qwen2.5-vl"], "<|image_pad|>"
     many = place.replace(token, token * int(made["image_grid_thw"].prod()))  # merge_size is 1
     texts = []
-    for options, where, shown in ((dict(mm_processor_kwargs=dict(size=size)), place, image),
-                                  ({}, many, picture), ({}, place, image)):
+    for options, where, shown in (
+            (dict(mm_processor_kwargs=dict(size=size)), place, image), ({}, many, picture),
+            (dict(mm_processor_kwargs=dict(min_pixels=784, max_pixels=4704)), place, image),
+            ({}, place, image)):
         with start(folder, num_gpu_blocks_override=64, **options) as llm:
             [out] = llm.generate({"prompt": f"A{where}B", "multi_modal_data": {"image": shown}},
                                  GREEDY, use_tqdm=False)
             texts.append((out.prompt_token_ids, out.outputs[0].token_ids))
-    assert texts[0] == texts[1] and len(texts[0][0]) < len(texts[2][0])
+    assert texts[0] == texts[1] == texts[2] and len(texts[0][0]) < len(texts[3][0])
     with pytest.raises(ValueError, match="mm_processor_kwargs: this model's processor takes no max_"
                                          "pixel: choose of .*max_pixels"):
         start(folder, mm_processor_kwargs=dict(max_pixel=9))
@@ -136,7 +170,7 @@ def test_a_tower_that_fails_within_a_step_ends_one_request(folders, monkeypatch,
         llm.scheduler.check()
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl", "gemma3"])
 def test_two_images_without_a_token_between_them(tmp_path, name):
     """With M-RoPE transformers takes them for one, and so it has no text for them either."""
     seer = Seer(name, make_seeing(name, tmp_path / name))
@@ -145,6 +179,9 @@ def test_two_images_without_a_token_between_them(tmp_path, name):
         if name == "llava":
             [out] = llm.generate(prompt, GREEDY, use_tqdm=False)
             assert_same_text(out.outputs[0].token_ids, *seer.generate(prompt, 8), name)
+        elif name == "gemma3":
+            with pytest.raises(ValueError, match="between the placeholders of two images"):
+                llm.generate(prompt, GREEDY, use_tqdm=False)
         else:
             with pytest.raises(ValueError, match=r"\[24\]"):
                 llm.generate(["Hi", prompt], GREEDY, use_tqdm=False)
