@@ -67,6 +67,7 @@ from nanoserve.frontend import rules
 from nanoserve.frontend.command import command
 from nanoserve.llm import BUNDLED_MODEL, read_model
 from nanoserve_extras.engine_args import EngineArgs
+from nanoserve_extras.tools.doctor import features
 from nanoserve_extras.trace.recorder import Trace
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
@@ -495,13 +496,13 @@ def middle_of_each(runs: dict[str, list[dict]]) -> list[dict]:
 
 
 def describe_machine(device: torch.device) -> dict:
-    """The hardware and what runs on it. A CPU's name is that of /proc/cpuinfo where there is one:
-    Python's own is `x86_64` on most Linux machines."""
+    """The hardware and what runs on it. A CPU's name is that of /proc/cpuinfo where there is one,
+    with what multiplies matrices: Python's own is `x86_64` on most Linux machines."""
     name, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     if cpuinfo.exists():
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
                   if line.startswith("model name")]
-        name = (models or [name])[0]
+        name = f"{(models or [name])[0]} ({features()})"
     return dict(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", cpu=name,
         num_cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__,

@@ -81,13 +81,13 @@ def machine(config: EngineConfig) -> list[Finding]:
     """What is there, and what should be. Rows of a table: name, value, remark."""
     cuda, include = torch.version.cuda, Path(sysconfig.get_path("include"), "Python.h")
     wsl = " (WSL)" if "microsoft" in platform.release().lower() else ""
-    info = Path("/proc/cpuinfo")
-    features = set(info.read_text().split() if info.exists() else ()) & FEATURES
     rows = [("system", f"{platform.system()} {platform.release()}{wsl}, Python "
              f"{platform.python_version()}", ""),
             ("torch", f"{torch.__version__}, CUDA {cuda}, {torch.get_num_threads()} threads", ""),
-            ("CPU", f"{platform.machine()}, {os.cpu_count()} cores, "
-             f"{' '.join(sorted(features))}", "")]
+            ("CPU", f"{platform.machine()}, {os.cpu_count()} cores, {features()}", "")]
+    if "amx_bf16" in features():
+        rows.append(("matrix tiles", f"NANOSERVE_TILES={os.environ.get('NANOSERVE_TILES', '')}",
+                     "1 takes them; docs/devices.md has the commands that try them"))
     try:
         compiler = build.run([*build.find_compiler(), "--version"]).splitlines()[0]
         rows.append(("C++ compiler", compiler, ""))
@@ -113,6 +113,12 @@ def machine(config: EngineConfig) -> list[Finding]:
         rows.append(("/dev/shm", f"{shutil.disk_usage('/dev/shm').free / GB:.2f} GB free", ""))
     kept = build.cache_folder()
     return [*rows, ("cache folder", str(kept), "" if kept else "nothing is kept between starts")]
+
+
+def features() -> str:
+    """Those of the CPU that matrices are multiplied with."""
+    info = Path("/proc/cpuinfo")
+    return " ".join(sorted(FEATURES & set(info.read_text().split() if info.exists() else ())))
 
 
 def printed(command: list[str], seconds: float = 20, **environment: str) -> str:
