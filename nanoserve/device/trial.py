@@ -35,7 +35,7 @@ from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.device.build import cache_folder, digest
 from nanoserve.device.graphs import CudaGraph
 from nanoserve.device.memory import current, memory_for
-from nanoserve.sequence import CoreRequest, Sequence, Step
+from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 
 # Of the norm of what is right: a rounding at the end, and one of each number on the way.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -103,13 +103,28 @@ def untrusted(config: EngineConfig, model: Any,
             except RuntimeError as error:
                 raise ValueError(f"a kernel has broken the state of the GPU ({found}): start "
                                  "again, which leaves it out, or with kernels='torch'") from error
+    report = "Please report this, with what nanoserve doctor prints"
+    if not sees_as_twins(shapes.windows, config.max_model_len or model.max_position_embeddings):
+        found = found | {"paged_attention": "its attention does not see what `visible` says"}
+        report = "`visible` in nanoserve/sequence.py was changed: CONTRIBUTING.md says what is next"
     if not found:
         return (), []
     names = replaced(found, twin)
     instead = (f"{', '.join(names)} are those of kernels='torch' here, which is slower" if names
                else "They are torch's own, and nothing can take their place")
     return names, [f"kernels={config.kernels!r} on this machine: {'; '.join(found.values())}. "
-                   f"{instead}. Please report this, with what nanoserve doctor prints"]
+                   f"{instead}. {report}"]
+
+
+def sees_as_twins(windows: tuple[int | None, ...], max_model_len: int) -> bool:
+    """Whether `visible` is still the rule that the twins have in their own code. Asked at each
+    start: who changes that function shall not get the old text from a kernel."""
+    keys = torch.arange(max_model_len)
+    queries = keys[::max_model_len // 16 | 1][:, None]
+    return all(torch.equal(
+        torch.as_tensor(visible(queries, keys, window, last)),
+        (keys <= last) & (keys > queries - (window or max_model_len)))
+        for window in windows for last in (queries, queries + 5))
 
 
 def believed(twin: ModuleType, names: tuple[str, ...]) -> ModuleType | SimpleNamespace:

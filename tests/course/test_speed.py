@@ -63,5 +63,5 @@ def test_the_mask_of_the_picture_is_the_engines():
     """The walk's step 1: A's query at 4, B's at 4 to 9, each text its own keys."""
     text = (ROOT / "course/pictures/ragged.svg").read_text(encoding="utf-8")
     for name, queries in (("a", [4]), ("b", range(4, 10))):
-        expected = sum(visible(query, key, None) for query in queries for key in range(10))
+        expected = sum(visible(query, key, None, query) for query in queries for key in range(10))
         assert text.count(f'class="seen {name}"') == expected

@@ -218,6 +218,19 @@ def test_a_trial_is_remembered_by_all_that_matters(dummy, trusted, monkeypatch, 
     assert starts(dtype="float32") == 1
 
 
+def test_a_twin_whose_queries_see_other_keys_is_found_at_each_start(dummy, trusted, monkeypatch):
+    """Also where the trial is remembered, and where only the farthest keys differ."""
+    config = ModelConfig.from_folder(dummy)
+    engine = resolve(EngineConfig(model="none", dtype="float32"), "cpu", config)
+    assert untrusted(engine, config, trusted) == ((), [])
+    reach = config.max_position_embeddings - config.max_position_embeddings // 8
+    monkeypatch.setattr(trial, "visible", lambda query, key, window, last: (
+        (key <= last) & ((key > query - reach) | (key < 4))))
+    names, [said] = untrusted(engine, config, trusted)
+    assert names == ("graph", "new_cache", "norm_rope_store", "paged_attention")
+    assert "does not see what `visible` says" in said
+
+
 def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(dummy, trusted, monkeypatch):
     """An illegal address ends a GPU's every later call in this process."""
     def broken(*sizes, **options):
