@@ -238,7 +238,10 @@ class ToolGrammar:
     def _arguments(self, name: str, schema: dict) -> str:
         """A tool's arguments. Raises `BadRequest` where a call is required and its schema can't be
         kept to; else what can't be is any value."""
-        from nanoserve_extras.structured.structured_schema import loosened  # here, as in `_json`
+        from nanoserve_extras.structured.structured_schema import (  # here, as in `_json`
+            loosened,
+            with_definitions,
+        )
 
         def write(schema: dict) -> str:
             return self._json(schema, schema) if self.form.is_json else self._object(
@@ -246,13 +249,16 @@ class ToolGrammar:
 
         try:
             schema = json.loads(json.dumps(schema | {"type": "object"}))
+            with_definitions(schema)
             for key, why in loosened(schema, self._refusal):
                 if not self.is_lenient:
                     raise ValueError(f"{key!r}: {why:.500}" if key else f"{why:.500}")
             return write(schema)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             if not self.is_lenient:
-                raise BadRequest(f"tools: {name}: {error!s:.600}", "tools") from error
+                why = error if not isinstance(error, RecursionError) else (
+                    "it refers to itself, which this model's format of calls has no grammar for")
+                raise BadRequest(f"tools: {name}: {why!s:.600}", "tools") from error
         return write({"type": "object", "additionalProperties": True})
 
     def _refusal(self, schema: dict) -> str:

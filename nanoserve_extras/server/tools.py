@@ -420,6 +420,7 @@ def resolve(schema: Any, root: dict) -> dict:
             return schema
         schema = root
         for key in name.split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
             schema = schema.get(key) if isinstance(schema, dict) else None
     return {}
 

@@ -20,6 +20,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 # Schemas by their names. Definitions are the first ones here, so `_everything` gives them last.
 NAMED = ("$defs", "definitions", "properties", "patternProperties")
@@ -60,6 +61,29 @@ def _matches(pattern: str, key: str, refusal: Callable[[dict], str]) -> bool:
     return not why
 
 
+def with_definitions(schema: dict) -> None:
+    """In place: whatever a reference leads to is a definition then, so that each part has a meaning
+    beside the definitions alone. zod writes `"$ref": "#/properties/billing"`."""
+    names: dict[str, str] = {}
+    defs, ahead, seen = {}, [schema], set()
+    while ahead:
+        for one in _everything(ahead.pop()):
+            ref = one.get("$ref")
+            if id(one) in seen or (target := _find(schema, ref)) is None:
+                continue
+            seen.add(id(one))
+            if ref not in names:
+                last = re.sub(r"\W", "_", ref.rpartition("/")[2])
+                name = names[ref] = last if last not in defs else f"{last}_{len(defs)}"
+                defs[name] = target if target is not schema else {**schema}
+                ahead.append(target)
+            one["$ref"] = f"#/$defs/{names[ref]}"
+    for one in [*_everything(schema), *chain.from_iterable(map(_everything, defs.values()))]:
+        for key in ("$defs", "definitions"):
+            one.pop(key, None)
+    schema["$defs"] = defs
+
+
 def loosened(schema: dict, refusal: Callable[[dict], str]) -> Iterator[tuple[str, str]]:
     """Take out of a schema, in place, what can't be compiled: from the inside out the keyword
     without which the rest can be. So a text that has a wrong `pattern` may be any text. Yields the
@@ -69,7 +93,7 @@ def loosened(schema: dict, refusal: Callable[[dict], str]) -> Iterator[tuple[str
     found = list(_everything(schema))
     names = {id(value): name for one in found for key in NAMED
              for name, value in _named(one, key).items()}
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = {"$defs": schema.get("$defs", {})}
     for one in reversed(found):  # definitions before those who refer to them
         if why := refusal(shared | one):
             # Its type goes last: whoever reads the value relies on it.

@@ -235,3 +235,25 @@ def test_a_schema_without_properties_at_its_top_is_kept_to(schema, right, wrong,
         for arguments in wrong:
             assert not lets_through(name, grammars, special, tokenizer, schema, arguments,
                                     **options)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3.5", "Gemma 4"])
+def test_a_reference_leads_to_any_place_of_a_schema(name, grammars, special, tokenizer):
+    """zod's lead to where a part stands first. With values between markers no tool was usable."""
+    bill = dict(type="object", properties=dict(k=dict(enum=["x"])), required=["k"])
+    places = ("#/properties/bill", "#/$defs/a~1b", "#/properties/order/$defs/Z")
+    order = {"type": "object", "$defs": dict(Z=bill), "required": ["a", "b", "c"], "properties": {
+        key: {"$ref": ref} for key, ref in zip("abc", places, strict=True)}}
+    schema = {"type": "object", "properties": dict(bill=bill, order=order), "required": ["order"],
+              "$defs": {"a/b": bill}}
+    right = dict.fromkeys("abc", dict(k="x"))
+    for options in (dict(), dict(required=True)):
+        assert lets_through(name, grammars, special, tokenizer, schema, dict(order=right),
+                            **options)
+        for key in "abc":
+            assert not lets_through(name, grammars, special, tokenizer, schema, dict(
+                order=right | {key: dict(k="y")}), **options)
+    if FORMATS[name].is_marked:
+        with pytest.raises(ValueError, match="tools: f: it refers to itself"):
+            matcher(grammars, special, name, required=True, schemas=dict(f=dict(
+                type="object", properties=dict(of={"$ref": "#"}))))
