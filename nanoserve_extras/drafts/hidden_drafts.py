@@ -46,8 +46,8 @@ HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3LLamaForCaus
 VARIANTS = ("fc_norm", "norm_before_fc", "norm_output")  # heads with these are not known here
 OWN = "model.mtp_layers.0."  # a checkpoint's own head
 OURS = {"MiMoForCausalLM": "num_nextn_predict_layers"}  # and what says how many layers it has
-FOREIGN = {"Qwen3_5ForCausalLM": "mtp_num_hidden_layers",
-           "Qwen3_5ForConditionalGeneration": "mtp_num_hidden_layers"}
+FOREIGN = {f"Qwen3_5{kind}For{task}": "mtp_num_hidden_layers" for kind in ("", "Moe")
+           for task in ("CausalLM", "ConditionalGeneration")}
 BLOCK = r"^(?=self_attn|mlp|input_layernorm|post_attention_layernorm)"  # the parts of a layer
 
 
@@ -154,6 +154,20 @@ class OwnHead(Head):
                 yield file, re.sub(BLOCK, "block.", name.removeprefix(OWN)), tensor
 
 
+def from_speculators(name: str, entries: dict) -> dict:
+    """The entries of a head in the format of speculators, as EAGLE-3 itself has them: those of its
+    layer lie within, and its tensors have the same names. Raises `ValueError` for what is more than
+    names."""
+    for entry, rights in (("speculators_model_type", ["eagle3"]), ("embed_requires_grad", [
+            False, None]), ("norm_before_residual", [True, False])):
+        if entries.get(entry) not in rights:
+            raise ValueError(f"model={name!r} is a head in the format of speculators, with "
+                             f"{entry}={entries.get(entry)!r}, which is not supported: choose one "
+                             f"with {rights[0]!r}")
+    own = {key: value for key, value in entries.items() if value is not None}
+    return own | own.pop("transformer_layer_config", {}) | dict(architectures=[HEADS[0]])
+
+
 def tapped(entries: dict, num_layers: int) -> list[int]:
     """In front of which layers the model's states are read."""
     named = entries.get("eagle_config") or entries
@@ -168,7 +182,7 @@ def make_head(config: EngineConfig, new: Callable[[Placement], Head], folder: Pa
     if config.load_format == "dummy":
         load_dummy_weights(head, config.seed)
     else:
-        load_weights(head, head.config, folder, False,
+        load_weights(head, head.config, folder, False, assemble=on.assemble,
                      tensors=head.renamed(stored_tensors(folder, config.load_format)))
     return head
 
@@ -208,8 +222,7 @@ class HiddenGuesser(Guesser):
         asked["model"] = str(folder)
         entries = read_json(folder / "config.json", required=True)
         if "speculators_config" in entries:
-            raise ValueError(f"model={name!r} is a head in the format of speculators, which is not "
-                             f"read: take it in EAGLE-3's own, one of {', '.join(HEADS)}")
+            entries = from_speculators(name, entries)
         if not set(HEADS).intersection(entries.get("architectures") or ()):
             raise ValueError(f"model={name!r} is no EAGLE-3 head, by its architectures "
                              f"{entries.get('architectures')}: choose one of {', '.join(HEADS)}")
@@ -274,9 +287,6 @@ class OwnGuesser(HiddenGuesser):
         if (entries.get("text_config") or entries).get(entry) != 1:
             raise ValueError(f"{plan.config.model!r} has no head of one layer of its own, by its "
                              f"{entry}: choose another method")
-        if model.quantization is not None:
-            raise ValueError("method='mtp' reads no quantised checkpoint: choose another method, "
-                             "or the checkpoint without quantization")
         asked["model"] = str(folder)
         if is_ours:
             return partial(make_head, plan.config, partial(

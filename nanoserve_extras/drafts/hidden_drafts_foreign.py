@@ -10,7 +10,7 @@ the head, but for what comes in and goes out.
 The second draft reads what the LM head read for the first. That states are taken behind the last
 norm is no detail: in front of it LightLLM (#1402) had 1.8 tokens a step of 2.7.
 
-Known limits: heads of one layer, an embedding of the model's, no quantised checkpoints.
+Known limits: heads of one layer, an embedding of the model's.
 """
 
 import copy
@@ -24,7 +24,7 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import stored_tensors
-from nanoserve.checkpoint.model_config import ModelConfig, read_json
+from nanoserve.checkpoint.model_config import QUANTIZED, ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
@@ -39,11 +39,12 @@ VOCAB_SIZE = 4  # the one-layer network's; only the trial at load reads its embe
 
 
 class ForeignHead(Head):
-    """network: of one layer, with `FIRST` beside it."""
+    """network: of one layer, with `FIRST` beside it. kept: see `fill`."""
 
-    def __init__(self, network: nn.Module, config: ModelConfig, on: Placement, num_rows: int):
+    def __init__(self, network: nn.Module, config: ModelConfig, on: Placement, num_rows: int,
+                 kept: dict):
         super().__init__(config, num_rows, on)
-        self.network = TransformersModel(network, config, on)
+        self.network = TransformersModel(network, config, on, kept=kept)
 
     def join(self, model: TransformersModel) -> None:
         self.taps, whole = NormTap(model), model.layers
@@ -63,24 +64,29 @@ def make_foreign_head(asked: EngineConfig, config: ModelConfig, folder: Path,
                       on: Placement) -> ForeignHead:
     """With the weights of the model's own files. Raises `ValueError` for what is not there."""
     entries = override(read_json(folder / "config.json"), asked.hf_overrides or {})
-    text = text_config_of(read_hf_config(config.architecture, entries))
+    text = text_config_of(read_hf_config(config.architecture, {
+        name: entry for name, entry in entries.items() if name not in QUANTIZED}))
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     text = type(text).from_dict(text.to_dict() | dict(
         num_hidden_layers=1, layer_types=["full_attention"], vocab_size=VOCAB_SIZE,
         pad_token_id=None))
     first: dict[str, torch.Tensor] = {}
+    kept: dict = {}
 
     def tensors():
-        for file, name, tensor in stored_tensors(folder, asked.load_format):
+        own = (one for one in stored_tensors(folder, asked.load_format) if one[1].startswith(OWN))
+        if config.quantization:  # before they have other names, which say how each is stored
+            own = on.assemble(own, config.quantization)
+        for file, name, tensor in own:
             part = name.removeprefix(OWN)
             if part.split(".")[0] in FIRST:
-                first[part] = tensor
-            elif part != name:
+                first[part] = tensor[:]
+            else:
                 yield file, f"model.{part}", tensor
 
     made_up = asked.load_format == "dummy"
     network = fill(asked, model_class, text, folder, on.dtype, None if made_up else tensors(),
-                   passed_over=r"embed_tokens|lm_head")
+                   passed_over=r"embed_tokens|lm_head", kept=kept)
     if missing := [name for name in FIRST if not made_up and f"{name}.weight" not in first]:
         raise ValueError(f"{folder}: missing tensors: {OWN}{missing[0]}.weight")
     for name in FIRST:
@@ -91,4 +97,4 @@ def make_foreign_head(asked: EngineConfig, config: ModelConfig, folder: Path,
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
     config = replace(config, num_hidden_layers=1, vocab_size=VOCAB_SIZE, keeps_states=False,
                      has_towers=False, sees=False)
-    return ForeignHead(network, config, on, asked.max_num_seqs)
+    return ForeignHead(network, config, on, asked.max_num_seqs, kept)

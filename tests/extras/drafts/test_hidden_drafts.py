@@ -15,6 +15,7 @@ from architectures import make
 from checkpoints import VOCAB_SIZE, Reference, assert_same_text
 from guessing import count
 from hybrids import HYBRIDS, make_wrapped
+from packing import FORMATS, gptq, write
 from safetensors.torch import load_file, save_file
 from small_engine import drain_through, lose_steps
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -163,6 +164,12 @@ class DenseOwn(Dense):
         return own, self.model.lm_head(own)[0]
 
 
+# Of four experts, of which a token takes two, and one for all.
+MIXTURE = {"gate": (4, 32), "experts.gate_up_proj": (4, 48, 32), "experts.down_proj": (4, 32, 24),
+           "shared_expert.gate_proj": (16, 32), "shared_expert.up_proj": (16, 32),
+           "shared_expert.down_proj": (32, 16), "shared_expert_gate": (1, 32)}
+
+
 def make_own_foreign(folder, name: str = "qwen3.5"):
     """A checkpoint of Qwen3.5's kind, with the head that transformers passes over."""
     make(HYBRIDS[name](), folder) if name in HYBRIDS else make_wrapped(name, folder)
@@ -174,13 +181,15 @@ def make_own_foreign(folder, name: str = "qwen3.5"):
               "pre_fc_norm_hidden": (32,), "layers.0.self_attn.q_proj": (64, 32),
               "layers.0.self_attn.k_proj": (16, 32), "layers.0.self_attn.v_proj": (16, 32),
               "layers.0.self_attn.o_proj": (32, 32), "layers.0.self_attn.q_norm": (8,),
-              "layers.0.self_attn.k_norm": (8,), "layers.0.mlp.gate_proj": (48, 32),
-              "layers.0.mlp.up_proj": (48, 32), "layers.0.mlp.down_proj": (32, 48),
-              "layers.0.input_layernorm": (32,), "layers.0.post_attention_layernorm": (32,)}
+              "layers.0.self_attn.k_norm": (8,), "layers.0.input_layernorm": (32,),
+              "layers.0.post_attention_layernorm": (32,)}
+    shapes |= {f"layers.0.mlp.{part}": shape for part, shape in (MIXTURE if "moe" in name else {
+        "gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}).items()}
     tensors = load_file(folder / "model.safetensors")
     for part, shape in shapes.items():
         scale = 0.3 if len(shape) == 1 else 2 * shape[-1] ** -0.5
-        tensors[f"mtp.{part}.weight"] = scale * torch.randn(shape, generator=generator)
+        tensors[f"mtp.{part}" + ".weight" * (".experts." not in part)] = scale * torch.randn(
+            shape, generator=generator)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -217,6 +226,20 @@ class DenseForeign(Dense):
         scores = (q @ k.mT / 8 ** 0.5).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
         out = (scores.softmax(-1) @ v).transpose(0, 1) * gate.sigmoid()
         return out.flatten(1) @ self.w["self_attn.o_proj"].T
+
+    def add_mlp(self, stream: torch.Tensor) -> torch.Tensor:
+        if "mlp.gate" not in self.w:
+            return super().add_mlp(stream)
+        x, w, silu = self.norm("post_attention_layernorm", stream), self.w, torch.nn.functional.silu
+        chosen = (x @ w["mlp.gate"].T).softmax(-1).topk(2)
+        own = silu(x @ w["mlp.shared_expert.gate_proj"].T) * (x @ w["mlp.shared_expert.up_proj"].T)
+        out = (x @ w["mlp.shared_expert_gate"].T).sigmoid() * (
+            own @ w["mlp.shared_expert.down_proj"].T)
+        for token, (weights, experts) in enumerate(zip(*chosen, strict=True)):
+            for share, i in zip(weights / weights.sum(), experts, strict=True):
+                gate, up = (w["mlp.experts.gate_up_proj"][i] @ x[token]).chunk(2)
+                out[token] += share * (w["mlp.experts.down_proj"][i] @ (silu(gate) * up))
+        return stream + out
 
     def states(self, token_ids: list[int]) -> torch.Tensor:
         self.model(input_ids=torch.tensor([token_ids]))
@@ -257,6 +280,26 @@ def test_drafts_are_those_of_the_definition_and_the_text_is_the_models(
                  references, few_prompts)
 
 
+def test_a_head_in_the_format_of_speculators_is_the_same_head(checkpoints, references, tmp_path,
+                                                              few_prompts):
+    """Its layer's entries lie within, and the layer is called layers.0. (As Red Hat publishes them,
+    from memory: no file of theirs was at hand.)"""
+    own = make_head(tmp_path / "own", small=True)
+    other = shutil.copytree(own, tmp_path / "other")
+    entries = json.loads((own / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(dict(
+        architectures=["Eagle3DraftModel"], draft_vocab_size=entries["draft_vocab_size"],
+        eagle_aux_hidden_state_layer_ids=LAYERS, embed_requires_grad=False, norm_before_fc=False,
+        norm_before_residual=False, speculators_model_type="eagle3", target_hidden_size=None,
+        speculators_config=dict(algorithm="eagle3", verifier=dict(name_or_path="somebody/model")),
+        transformer_layer_config=SIZES | dict(model_type="llama", tie_word_embeddings=False))))
+    tensors = load_file(own / "model.safetensors")
+    save_file({name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()},
+              other / "model.safetensors")
+    check_drafts("llama2", lambda **options: start(checkpoints["llama2"], other, **options),
+                 Dense(own, Reference(checkpoints["llama2"])), references, few_prompts, ["chunks"])
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-window"])  # a tied LM head, and one of its own
 def test_a_checkpoints_own_head_guesses_as_defined_and_the_text_is_the_models(
         checkpoints, references, tmp_path, few_prompts, name):
@@ -266,14 +309,43 @@ def test_a_checkpoints_own_head_guesses_as_defined_and_the_text_is_the_models(
                  few_prompts)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-vl"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3.5-vl"])
 def test_the_head_of_transformers_network_guesses_as_defined(tmp_path, few_prompts, name):
     folder = make_own_foreign(tmp_path / "own", name)
     auto = AutoModelForCausalLM if name in HYBRIDS else AutoModelForImageTextToText
     reference = Reference(folder, auto=auto)
     check_drafts(name, lambda **options: start_own(folder, **options), DenseForeign(folder, auto),
                  lambda name, prompt, n: reference.generate(prompt, n), few_prompts,
-                 MODES if name in HYBRIDS else ["busy"])
+                 MODES if name == "qwen3.5" else ["busy"])
+
+
+@pytest.mark.parametrize("form", ["fp8, blocks", "gptq"])
+def test_a_quantised_head_of_transformers_network_is_what_its_tensors_mean(
+        tmp_path, few_prompts, form):
+    stored, dense = write(make_own_foreign(tmp_path / "own"), tmp_path, FORMATS[form])
+    reference = Reference(dense)
+    check_drafts(form, lambda **options: start_own(stored, **options), DenseForeign(
+        dense, AutoModelForCausalLM), lambda name, prompt, n: reference.generate(prompt, n),
+        few_prompts, ["busy"])
+    if form == "gptq":  # kept in 4 bits, and with it as without
+        texts = []
+        for llm in (start_own(stored, quantization="int4"),
+                    LLM(stored, dtype="float32", quantization="int4", skip_tokenizer_init=True)):
+            with llm:
+                texts.append([one.outputs[0].token_ids for one in llm.generate(
+                    few_prompts, GREEDY, use_tqdm=False)])
+        assert texts[0] == texts[1]
+
+
+def test_a_quantised_head_of_our_own_network_is_what_its_tensors_mean(
+        checkpoints, tmp_path, few_prompts):
+    stored, dense = write(make_own(tmp_path / "own", checkpoints["qwen2"]), tmp_path, gptq)
+    plain = json.loads((checkpoints["qwen2"] / "config.json").read_text())
+    config = dense / "config.json"
+    config.write_text(json.dumps(plain))  # transformers has no class for MiMo's name
+    reference = Reference(dense)
+    check_drafts("mimo", lambda **options: start_own(stored, **options), DenseOwn(dense, reference),
+                 lambda name, prompt, n: reference.generate(prompt, n), few_prompts, ["busy"])
 
 
 def check_drafts(name: str, make, dense: Dense, references, few_prompts, modes=MODES) -> None:
@@ -344,7 +416,8 @@ def test_two_ranks_find_the_states_by_their_slots(checkpoints, references, tmp_p
     (dict(norm_before_fc=True), "norm_before_fc=True"),
     (dict(num_hidden_layers=2), "num_hidden_layers=2"),
     (dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 3])), "layer 3 of 3"),
-    (dict(speculators_config={}, architectures=["Eagle3Speculator"]), "format of speculators"),
+    (dict(speculators_config={}, speculators_model_type="eagle"), "speculators_model_type='eagle'"),
+    (dict(speculators_config={}, speculators_model_type="eagle3"), "norm_before_residual=None"),
     (dict(architectures=["LlamaForCausalLM"]), "EAGLE-3.*architectures")])
 def test_a_head_that_does_not_belong_here_is_refused(checkpoints, tmp_path, entries, words):
     with pytest.raises(ValueError, match=f"speculative_config: .*{words}"):
