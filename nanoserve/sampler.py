@@ -27,7 +27,7 @@ from nanoserve.batch import Batch
 from nanoserve.controls import Constraints, Edits, gather_edits
 from nanoserve.sequence import Sequence, Step
 
-MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
+SCORED_ROWS = 64  # at a time: of 152,000 logits in float32, and again as logprobs, 78 MB
 
 
 @dataclass
@@ -167,8 +167,8 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
         output.logprobs = score(logits.index_select(0, asked), chosen[asked], inputs.num_logprobs)
         output.logprob_rows = inputs.logprob_rows
     # In portions: the logits of a whole prompt would be larger than the model.
-    for start in range(0, len(positions), MAX_PROMPT_LOGPROB_ROWS):
-        some = slice(start, start + MAX_PROMPT_LOGPROB_ROWS)
+    for start in range(0, len(positions), SCORED_ROWS):
+        some = slice(start, start + SCORED_ROWS)
         logits = compute_logits(positions[some])
         if logits is not None:
             output.prompt_logprobs.append(
@@ -208,8 +208,11 @@ def choose_plain(logits: torch.Tensor, batch: Batch, ops: ModuleType,
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
     """Logprobs of `token_ids` (p,) and of the `num_top` likeliest. logits: (p, vocab_size)."""
-    logprobs = logits.float().log_softmax(-1)
-    values = logprobs.gather(-1, token_ids[:, None])  # (p, 1)
-    ranks = 1 + (logprobs > values).sum(-1)
-    top = logprobs.topk(num_top, dim=-1)
-    return Logprobs(token_ids, values[:, 0], ranks, top.indices, top.values)
+    parts = []
+    for some, ids in zip(logits.split(SCORED_ROWS), token_ids.split(SCORED_ROWS), strict=True):
+        logprobs = some.float().log_softmax(-1)
+        values = logprobs.gather(-1, ids[:, None])  # (rows, 1)
+        ranks = 1 + (logprobs > values).sum(-1)
+        top = logprobs.topk(num_top, dim=-1)
+        parts.append((ids, values[:, 0], ranks, top.indices, top.values))
+    return Logprobs(*map(torch.cat, zip(*parts, strict=True)))

@@ -366,9 +366,21 @@ def test_ranks_by_sorting():
             assert [row[token_id] for token_id, _, _ in entries[1:]] == falling[:k]
 
 
+def test_many_rows_are_scored_in_portions(monkeypatch):
+    """Each gives what it gives alone, in the order of the rows; none at all are no error."""
+    logits, ids = torch.randn(20, 30), torch.arange(20)
+    alone = [sampler.score(logits[i:i + 1], ids[i:i + 1], 3).tolist()[0] for i in range(20)]
+    widths, log_softmax = [], torch.Tensor.log_softmax
+    monkeypatch.setattr(sampler, "SCORED_ROWS", 8)
+    monkeypatch.setattr(torch.Tensor, "log_softmax",
+                        lambda x, dim: widths.append(len(x)) or log_softmax(x, dim))
+    assert sampler.score(logits, ids, 3).tolist() == alone and widths == [8, 8, 4]
+    assert sampler.score(logits[:0], ids[:0], 3).tolist() == []
+
+
 def test_a_long_prompt_never_makes_a_large_matrix(qwen3, log_softmax, monkeypatch):
-    """700 positions of a large vocabulary would be more than the model itself: 256 at a time."""
-    monkeypatch.setattr(sampler, "MAX_PROMPT_LOGPROB_ROWS", 8)
+    """700 positions of a large vocabulary would be more than the model itself: 64 at a time."""
+    monkeypatch.setattr(sampler, "SCORED_ROWS", 8)
     llm, _ = start(qwen3)
     sizes, compute = [], llm.runner.model.compute_logits
     monkeypatch.setattr(llm.runner.model, "compute_logits",
