@@ -211,7 +211,9 @@ class ModelRunner:
         if self.wants_graphs and self.kv_cache and self.model is not None:
             with self.on_device():
                 self.graphs = recorded(self.builder, self._decode, self.graph_class,
-                                       len(self.networks), self.parts.num_drafts)
+                                       num_networks=len(self.networks),
+                                       num_drafts=self.parts.num_drafts,
+                                       is_ours=self.parts.make_network is None)
 
     @property
     def wants_graphs(self) -> bool:

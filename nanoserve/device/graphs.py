@@ -22,7 +22,8 @@ such sizes for each number of rows, for a few drafts and for all that there can 
 
 A recording keeps the memory of what it returns. So it returns hidden states and tokens, and no
 logits: those of 20 sizes and 152,000 tokens would be 0.7 GB. A step whose rows ask for edits or
-logprobs multiplies with the LM head once more.
+logprobs multiplies with the LM head once more. A network of transformers' returns logits: all its
+recordings write them to the same memory.
 
 Invariants: a replay gives what the recorded function would have given, bit for bit. A recording
 that fails never ends an engine, whose steps then run one by one.
@@ -44,7 +45,8 @@ import torch
 from tqdm import tqdm
 
 from nanoserve.batch import Batch, BatchBuilder
-from nanoserve.sequence import Step
+from nanoserve.config import SamplingParams
+from nanoserve.sequence import CoreRequest, Sequence, Step
 
 Recorded = tuple[torch.Tensor, ...]  # the function's results: the same memory at every replay
 FEW_DRAFTS = 15  # beyond one token a row, in a size for a few drafts: one row may have all of them
@@ -84,11 +86,11 @@ class CudaGraph:
 
 
 def recorded(builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_class: type,
-             num_networks: int = 1, num_drafts: int = 0) -> "DecodeGraphs | None":
+             **options) -> "DecodeGraphs | None":
     """`DecodeGraphs` of the same arguments; None, and a sentence on standard error, where recording
     fails. What was recorded by then gives its memory back. Raises what a broken device raises."""
     try:
-        return DecodeGraphs(builder, run, graph_class, num_networks, num_drafts)
+        return DecodeGraphs(builder, run, graph_class, **options)
     except Exception as error:  # a recording that ends early may have an error of its own
         remedy, why = "", f"{type(error).__name__}: {shorten(str(error), 200)}"
         if torch.OutOfMemoryError in (type(error), type(error.__context__)):
@@ -109,13 +111,14 @@ class DecodeGraphs:
 
     builder: makes the batches. run: what is recorded; nothing in it may depend on what the host
     knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. num_networks: one
-    more than draft for the first. num_drafts: the most of a row. Raises whatever ends a recording:
-    see `recorded`.
+    more than draft for the first. num_drafts: the most of a row. is_ours: else the first network is
+    transformers', which returns logits, and each kind of recording is tried. Raises whatever ends a
+    recording: see `recorded`.
     """
 
     @torch.inference_mode()
     def __init__(self, builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_class: type,
-                 num_networks: int = 1, num_drafts: int = 0):
+                 num_networks: int = 1, num_drafts: int = 0, is_ours: bool = True):
         max_num_seqs, device = len(builder.tables), builder.device_buffer.device
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
         self.sizes = all_sizes(max_num_seqs, num_networks, num_drafts, builder.most_samples)
@@ -124,7 +127,7 @@ class DecodeGraphs:
             self.sizes.sort(key=lambda size: size.tokens)
         self.graphs: dict[Size, CudaGraph] = {}
         self.found: dict[tuple, Size | None] = {}  # see `size_for`
-        start, memory = time.perf_counter(), None
+        start, memory, logits = time.perf_counter(), None, None
         on_gpu = graph_class is CudaGraph
         if on_gpu:
             torch.cuda.empty_cache()  # as each recording does: its gain must not count below
@@ -137,13 +140,37 @@ class DecodeGraphs:
             batch = self._fix(builder.build(step, size), size)
             run(batch)  # once for real: kernels are compiled, and libraries take what they need
             graph = self.graphs[size] = graph_class(memory)
-            graph.capture(lambda batch=batch: run(batch))
+            if is_ours or size.network:
+                graph.capture(lambda batch=batch: run(batch))
+            else:  # the largest recording's logits are kept, and the others write to its memory
+                graph.capture(lambda batch=batch, into=logits: shared(run(batch), into))
+                logits = graph.outputs[0] if logits is None else logits
             memory = memory or graph.memory()
+        for size in {} if is_ours else {one[2:]: one for one in self.sizes[::-1]}.values():
+            self._try(builder, run, size)
         self.seconds = time.perf_counter() - start
         self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
         tqdm.write(f"nanoserve: {len(self.sizes)} CUDA graphs for batches of 1 to {max_num_seqs} "
                    f"took {self.seconds:.1f} s and {self.memory / 2 ** 20:,.0f} MB",
                    file=sys.stderr)
+
+    def _try(self, builder: BatchBuilder, run: Callable[[Batch], Recorded], size: Size) -> None:
+        """Replay two contents beside the function itself. Raises `RuntimeError` where they differ:
+        something that the host knows is frozen in the recording. All KV goes to block 0."""
+        room = builder.tables.shape[1] * builder.block_size
+        for known in (2, min(7, room)):
+            num_drafts = min(builder.block_size, size.tokens, room + 1 - known) - 1
+            drafts = [known] * num_drafts if size.drafts else []
+            seq = Sequence(CoreRequest("trial", SamplingParams()), [known - 1] * known, row=0,
+                           block_table=[0] * builder.tables.shape[1])
+            step = Step(0, {seq: 1 + len(drafts)}, [known - 1], [seq], drafts and {seq: drafts},
+                        size.network, sections={
+                            name: {seq: 1} for name in builder.extra if size.extra})
+            right, _ = run(self._fix(builder.build(step, size), size))
+            got, right = (one[:1 + len(drafts)].float().nan_to_num() for one in (
+                self.graphs[size].replay()[0], right.clone()))
+            if not (got - right).norm() <= 1e-2 * right.norm():
+                raise RuntimeError("a replay gives other numbers than the step")
 
     def _fix(self, batch: Batch, size: Size) -> Batch:
         """The same batch as every batch of its size looks to the host, with block tables whose
@@ -171,6 +198,13 @@ class DecodeGraphs:
         """batch: padded to this size."""
         self._fix(batch, size)
         return self.graphs[size].replay()
+
+
+def shared(outputs: Recorded, memory: torch.Tensor | None) -> Recorded:
+    """The same, but for the first, which is written to the memory of a larger one."""
+    if memory is None:
+        return outputs
+    return memory[:len(outputs[0])].copy_(outputs[0]), *outputs[1:]
 
 
 def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,

@@ -46,8 +46,8 @@ from nanoserve_extras.foreign.transformers_model import (
 
 ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
 # What is untrue of a network that isn't ours, and beside that of an encoder.
-FOREIGN = frozenset([Fact.OWN_NETWORK, Fact.GRAPHS])
-ENCODER = frozenset([Fact.GENERATES, Fact.OWN_LINEAR, Fact.PREFIX_CACHE])
+FOREIGN = frozenset([Fact.OWN_NETWORK])
+ENCODER = frozenset([Fact.GENERATES, Fact.GRAPHS, Fact.OWN_LINEAR, Fact.PREFIX_CACHE])
 
 
 class ForeignNetwork(Extra):

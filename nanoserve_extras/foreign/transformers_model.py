@@ -17,7 +17,7 @@ attention is called once in each layer; that its mask is causal, or a sliding wi
 from the mask and not from config.json; and that tokens depend on each other through attention only,
 by their positions. (In recurrent.py, which builds on this file, each row has a state of its own.)
 
-Known limits: one rank, no CUDA graphs; blocks behind a window are kept. Larger engines have files
+Known limits: one rank; blocks behind a window are kept. Larger engines have files
 of models of their own; here `model.py` is to be read.
 """
 
@@ -210,6 +210,9 @@ class TransformersModel(nn.Module):
             keep_latents(network)
         take_over(network, on, kept or {}, config.sees)
         return_freed_memory()
+        for one in network.modules():  # that look for padding, and wait for the device
+            if isinstance(one, transformers.PreTrainedModel):
+                one.warn_if_padding_and_no_attention_mask = lambda *unused: None
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
         # A few classes make the logits of all tokens: MiniCPM-V's.
         self.is_headless = False
@@ -229,9 +232,11 @@ class TransformersModel(nn.Module):
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions: (num_tokens,); wanted: (k,). Returns logits, (k, vocab_size)."""
-        return self.run(input_ids, positions, wanted, self.pages(kv_cache, batch))
+                batch: Batch, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """input_ids, positions: (num_tokens,); wanted: (k,), None for all. Returns logits, (k or
+        num_tokens, vocab_size)."""
+        return self.run(input_ids, positions, slice(None) if wanted is None else wanted,
+                        self.pages(kv_cache, batch))
 
     def pages(self, kv_cache: KVCache, batch: Batch) -> Pages:
         by_layer = dict(zip(self.attending, zip(kv_cache, self.windows, strict=False), strict=True))
@@ -248,7 +253,7 @@ class TransformersModel(nn.Module):
         """Nothing to do: `forward` has returned logits."""
         return logits
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor,
+    def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor | slice,
             pages: Pages | Probe, **options) -> torch.Tensor:
         counted = None if positions is None else positions.long()[None]
         options |= dict(input_ids=ids.long()[None], position_ids=counted, use_cache=False,

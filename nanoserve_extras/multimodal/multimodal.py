@@ -402,7 +402,8 @@ class Multimodal(Extra):
     """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
 
     Options = MultimodalOptions
-    needs, ends = frozenset([Fact.GENERATES]), frozenset([Fact.TOKENS_NAME_BLOCKS])
+    needs = frozenset([Fact.GENERATES])
+    ends = frozenset([Fact.TOKENS_NAME_BLOCKS, Fact.GRAPHS])
 
     @property
     def name(self) -> str:

@@ -368,7 +368,7 @@ class Recurrent(Extra):
 
     Options = RecurrentOptions
     name = "a model with recurrent states"
-    ends = frozenset([Fact.KV_ALONE])
+    ends = frozenset([Fact.KV_ALONE, Fact.GRAPHS])
 
     def prepare(self, plan: Plan) -> Plan:
         make = partial(plan.parts.make_network, make=partial(

@@ -11,6 +11,7 @@ their own.
 import pytest
 import torch
 from adapters import ALL, SMALL, Adapters
+from architectures import ARCHITECTURES, assert_parity, make, texts_by
 from checkpoints import CHECKPOINTS
 from helpers import storage, watch_steps
 
@@ -158,6 +159,16 @@ def test_adapters_in_graphs_equal_merged_weights(checkpoints, tmp_path):
         for seeds in ([1, None, 1], [None] * 3, [2, None, 1, 2, 1], [1, 2]):
             voices.check(llm, seeds)
     assert {size.extra for size in replayed} == {False, True}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "gemma4", "deepseek3", "gpt-oss"])
+def test_networks_of_transformers_in_graphs(tmp_path, prompts, name):
+    """Recorded at the start, or said not to be: none of these is."""
+    make(ARCHITECTURES[name](), tmp_path / name)
+    some = [[token % 256 for token in prompt[:40]] for prompt in few(prompts)]
+    engine = start(tmp_path / name, model_impl="transformers")
+    assert engine.runner.graphs is not None
+    assert_parity(engine, some, texts_by({name: tmp_path / name}, some)(name), name)
 
 
 KINDS = [dict(temperature=0), dict(temperature=0.8), dict(top_k=5, top_p=.7), dict(min_p=.2),
