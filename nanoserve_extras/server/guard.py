@@ -141,7 +141,7 @@ class Guard:
         still writes would not see the answer. A client that goes away sends no more, and the
         application will hear of that by itself."""
         most, start = PATIENCE * self.max_body_bytes, time.monotonic()
-        body, length, more = b"", announced if announced > most else 0, True
+        body, length, more = bytearray(), announced if announced > most else 0, True
         while more and length <= most:
             try:
                 async with asyncio.timeout(start + BODY_SECONDS + length / BODY_RATE
@@ -152,11 +152,12 @@ class Guard:
                                  None, 408) from error
             piece, more = message.get("body", b""), message.get("more_body", False)
             length += len(piece)
-            body = body + piece if length <= self.max_body_bytes else b""
+            if length <= self.max_body_bytes:
+                body += piece
         if length > self.max_body_bytes:
             raise BadRequest(f"the body must have at most {self.max_body_bytes:,} bytes "
                              "(--max-body-bytes): send less", None, 413)
-        return body
+        return bytes(body)
 
 
 def is_local(host: str) -> bool:

@@ -278,13 +278,19 @@ class TranscriptionBody(CompletionBody):
         return self.structured_outputs
 
 
+# Clients in Go write null for what an object doesn't have.
+Parameters = Annotated[dict[str, Any] | None, BeforeValidator(
+    lambda given: {key: value for key, value in given.items() if value is not None}
+    if isinstance(given, dict) else given)]
+
+
 class Function(BaseModel):
     """What a tool is called and takes. Templates look for entries of their own, too."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
     description: Any = None  # templates write entries in this order, as models have learnt it
-    parameters: dict[str, Any] | None = None  # a JSON schema of an object
+    parameters: Parameters = None  # a JSON schema of an object
 
 
 class Tool(BaseModel):

@@ -32,6 +32,8 @@ from nanoserve_extras.server.translate import (
 
 # Claude Code's first line differs in each request, so no block behind it would be found again.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
+# Blocks in a history that only the provider can read, and those of tools that it runs.
+HOSTED = re.compile(r"redacted_thinking|(server|mcp)_tool_use|\w+_tool_result")
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"),
               call=("input_json_delta", "partial_json"))
@@ -80,7 +82,7 @@ class CountBody(Language):
                     yield dict(role=role, content=rest, tool_calls=called(
                         block.get("id"), block.get("name"), block.get("input")))
                     rest = []
-                elif kind != "redacted_thinking":
+                elif not HOSTED.fullmatch(str(kind)):
                     rest.append(block)
             if rest:
                 yield dict(role=role, content=rest)

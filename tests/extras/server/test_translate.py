@@ -274,6 +274,12 @@ def test_what_a_provider_hosts_is_passed_over_and_said_once(server, capsys):
         status, _ = server.ask(MESSAGES, dict(messages=TURNS[:1], max_tokens=1, tools=[
             *BLOCKS, dict(type=kind, name="bash")]))
         assert status == 200
+    ran = [dict(type="server_tool_use", id="s", name="web_search", input=dict(query="q")),
+           dict(type="web_search_tool_result", tool_use_id="s", content=[])]
+    counts = [server.ask(MESSAGES + "/count_tokens", dict(messages=[TURNS[0], dict(
+        role="assistant", content=[*more, *TURNS[1]["content"]]), *TURNS[2:]]))[1]
+        for more in ([], ran)]
+    assert counts[0] == counts[1] and counts[0]["input_tokens"] > 9
     said = capsys.readouterr().err
     for one in (*hosted, dict(type="bash_20250124")):
         assert said.count(f"tools: {one['type']}'") == 1
