@@ -13,7 +13,7 @@ from course.scratch import tasks
 
 pytestmark = pytest.mark.floor
 PAGES = ["README.md", *(f"course/{name}.md"
-                        for name in ("before", "from_naive", "walk", "exercises"))]
+                        for name in ("before", "from_naive", "walk", "exercises", "museum"))]
 LANGUAGES = r"^\[(?:中文|English)\]\(.*\)\n"  # the link to the other page
 
 
@@ -71,12 +71,29 @@ def test_each_page_leads_to_the_other(page):
     assert f"\n[English]({name})\n" in read(translated(page))
 
 
-def test_the_exercises_take_out_and_check_the_same():
-    chinese = tasks("exercise", ".zh.md")
-    for number, one in tasks("exercise").items():
+@pytest.mark.parametrize("page", PAGES)
+def test_a_link_to_a_page_in_english_says_so(page):
+    own = page.rpartition("/")[2]  # the link to the other language
+    links = re.findall(r"\]\(([^)\s#]+\.md)(?:#[^)]*)?\)(.{4}|)", read(translated(page)))
+    for link, behind in links:
+        assert link.endswith(".zh.md") or link == own or behind == "（英文）", link
+
+
+@pytest.mark.parametrize("kind", ["exercise", "bug"])
+def test_exercises_and_bugs_are_the_same_in_both_languages(kind):
+    chinese = tasks(kind, ".zh.md")
+    for number, one in tasks(kind).items():
         other = chinese[number]
-        assert (one.file, one.names, one.checks) == (other.file, other.names, other.checks)
+        for name in ("file", "names", "checks", "old", "new"):
+            assert getattr(one, name) == getattr(other, name)
         assert len(one.folded) == len(other.folded)
+
+
+def test_words_are_those_of_the_field():
+    """In Latin letters, as engineers write them; so the glossary has no Chinese for them."""
+    for page in PAGES:
+        found = re.findall("词元|提示词|坐等|握着|[空闲父满]块|块表|这一步", read(translated(page)))
+        assert not found, f"{page}: {found}"
 
 
 def test_the_glossary_has_both_languages():
