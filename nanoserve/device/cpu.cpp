@@ -223,16 +223,12 @@ struct Tiling {
     int rows, panels;  // sizes of a tile
     long tiles;
     explicit Tiling(long count, bool on_tiles) {
-        if (on_tiles) {
-            panels = 2;
-            rows = count > TILE ? 2 * TILE : TILE;
-            tiles = ceil_div(count, rows);
-            return;
-        }
         panels = count <= MAX_ROWS[4] ? 4 : count <= MAX_ROWS[2] || LANES == 16 ? 2 : 1;
         if (LANES == 16 && count > MAX_ROWS[2] && count <= MAX_ROWS[1]) panels = 1;
-        tiles = ceil_div(count, MAX_ROWS[panels]);
+        if (on_tiles) panels = 2;
+        tiles = ceil_div(count, on_tiles ? 2 * TILE : MAX_ROWS[panels]);
         rows = int(ceil_div(count, tiles));
+        if (on_tiles) rows = int(ceil_div(rows, TILE) * TILE);
     }
 };
 

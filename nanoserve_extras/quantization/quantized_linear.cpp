@@ -210,10 +210,11 @@ Multiply loop_for(int rows, long panels, bool is_4) {
 struct Tiling {
     int rows, panels;  // of a tile
     long tiles;
-    Tiling(long count, bool is_4) {
-        panels = LANES == 16 && count > MAX_ROWS[1] && !is_4 ? 2 : 1;
-        tiles = ceil_div(count, MAX_ROWS[panels]);
+    Tiling(long count, bool is_4, bool on_tiles) {
+        panels = on_tiles || (LANES == 16 && count > MAX_ROWS[1] && !is_4) ? 2 : 1;
+        tiles = ceil_div(count, on_tiles ? 2 * TILE : MAX_ROWS[panels]);
         rows = int(ceil_div(count, tiles));
+        if (on_tiles) rows = int(ceil_div(rows, TILE) * TILE);
     }
 };
 
@@ -236,77 +237,27 @@ void round_row(const T *x, long inputs, int tile_rows, int32_t *units, float *sc
     }
 }
 
-// Where the outputs of panel p have theirs, if they have any.
-template <class X> const X *at_panel(const X *numbers, long p) {
-    return numbers ? numbers + p * PANEL : nullptr;
-}
-
-// A row's sums become outputs.
-template <class T>
-void finish(float *sums, const float *scales, const T *bias, T *out, long count) {
-    if (scales)
-        for (long i = 0; i < count; i++) sums[i] *= scales[i];
-    put_row(sums, bias, out, count);
-}
-
-// A panel of `size` bytes becomes one of bfloat16, of `units` units at least. group: see `product`.
-inline void widen(const uint8_t *panel, long size, long group, long units, uint32_t *out) {
+// A panel of `size` bytes as one of bfloat16 with `units` units, at a place of 2. group: as below.
+inline const uint32_t *widen(const uint8_t *panel, long size, long group, long units, int place) {
+    const long room = (units + group) * PANEL;  // the last group may be longer than the inputs
+    uint32_t *const made = scratch<uint32_t>(2, 2 * room) + place * room, *out = made;
     std::memset(out + (units - HALF) * PANEL, 0, HALF * 64);  // behind the last input
     BFloat16 *numbers = reinterpret_cast<BFloat16 *>(out);
     for (long i = 0; !group && i < size; i++) widen(int8_t(panel[i]), numbers[i]);
-    for (const uint8_t *end = panel + size; group && panel < end;) {
-        uint32_t heads[PANEL], words[PANEL];
-        std::memcpy(heads, panel, 64);
-        panel += 64;
-        for (long line = 0; line < group / 8; line++, panel += 64) {
-            std::memcpy(words, panel, 64);
-            for (int k = 0; k < UNITS; k++, out += PANEL)
-                for (int o = 0; o < PANEL; o++) {
-                    const float scale = as_float(heads[o] & ~15u), zero = float(heads[o] & 15);
-                    BFloat16 first, second;
-                    narrow((float(words[o] >> 4 * k & 15) - zero) * scale, first);
-                    narrow((float(words[o] >> (16 + 4 * k) & 15) - zero) * scale, second);
-                    out[o] = first.bits | uint32_t(second.bits) << 16;
-                }
-        }
-    }
-}
-
-// `product` on matrix tiles.
-template <class T>
-void product_on_tiles(const T *x, const uint8_t *weight, const float *weight_scales, long group,
-                      const T *bias, T *out, long rows, long inputs, long panels, long panel_size,
-                      long outputs) {
-    const int tile_rows = rows > TILE ? 2 * TILE : TILE;
-    const long tiles = ceil_div(rows, tile_rows), units = units_in<T>(inputs);
-    const long tile_size = room_for<T>(inputs) * tile_rows;
-    uint32_t *packed = scratch<uint32_t>(0, tiles * tile_size);
-    share_out(tiles, rows > 32, [&](long t) {
-        for (long row = t * tile_rows; row < (t + 1) * tile_rows; row++)
-            put_on_tile(row < rows ? x + row * inputs : nullptr, inputs, int(row % tile_rows),
-                        tile_rows, packed + t * tile_size);
-    });
-    share_product(tiles, tile_rows, panels, rows * inputs * outputs > 65536, [&](
-            long tile, long end_tile, long p, long end) {
-        const tiles::Borrowed<true> borrowed;
-        const long size = (units + group) * PANEL;  // the last group may be longer than the inputs
-        uint32_t *wide = scratch<uint32_t>(2, 2 * size);
-        const uint32_t *const list[] = {wide, wide + size};
-        for (long width = 2; p < end; p += width) {
-            width = std::min(width, end - p);
-            for (long i = 0; i < width; i++)
-                widen(weight + (p + i) * panel_size, panel_size, group, units, wide + i * size);
-            for (long t = tile; t < end_tile; t++) {
-                alignas(64) float sums[4 * TILE * TILE];
-                loop_on_tiles(tile_rows, width)(packed + t * tile_size, nullptr, list, nullptr, 1,
-                                                units, sums, width * PANEL, false);
-                for (long r = 0; r < tile_rows && t * tile_rows + r < rows; r++)
-                    finish(sums + r * width * PANEL, at_panel(weight_scales, p), at_panel(bias, p),
-                           out + (t * tile_rows + r) * outputs + p * PANEL,
-                           std::min(width * PANEL, outputs - p * PANEL));
+    uint32_t head[PANEL], line[PANEL];
+    for (long at = 0; group && at < size; at += 64) {
+        const bool is_head = at / 64 % (1 + group / 8) == 0;
+        std::memcpy(is_head ? head : line, panel + at, 64);
+        for (int k = 0; !is_head && k < UNITS; k++, out += PANEL)
+            for (int o = 0; o < PANEL; o++) {
+                const float scale = as_float(head[o] & ~15u), zero = float(head[o] & 15);
+                BFloat16 first, second;
+                narrow((float(line[o] >> 4 * k & 15) - zero) * scale, first);
+                narrow((float(line[o] >> (16 + 4 * k) & 15) - zero) * scale, second);
+                out[o] = first.bits | uint32_t(second.bits) << 16;
             }
-        }
-    });
+    }
+    return made;
 }
 
 constexpr long AHEAD = 4096;  // bytes of a panel that are fetched before they are needed
@@ -318,22 +269,26 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
              const T *bias, T *out, long rows, long inputs, long panels, long panel_size,
              long outputs) {
     if (!rows) return;  // as in device/cpu.cpp
-    if constexpr (ON_TILES<T>)
-        return product_on_tiles(x, weight, weight_scales, group, bias, out, rows, inputs, panels,
-                                panel_size, outputs);
     const bool is_4 = group > 0;
-    const Tiling tiling(rows, is_4);
-    const long units = is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 8) * UNITS;
+    const Tiling tiling(rows, is_4, ON_TILES<T>);
+    const long units = ON_TILES<T> ? units_in<T>(inputs)
+        : is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 8) * UNITS;
     const long group_units = is_4 ? group / 2 : BLOCK_UNITS;
     const long blocks = ceil_div(inputs, BLOCK);
-    const long tile_size = units * tiling.rows, scales_size = blocks * tiling.rows;
+    const long tile_size = (ON_TILES<T> ? room_for<T>(inputs) : units) * tiling.rows;
+    const long scales_size = blocks * tiling.rows;
     int32_t *packed = scratch<int32_t>(0, tiling.tiles * tile_size);
     float *scales = scratch<float>(1, tiling.tiles * scales_size);
     // By tiles: two threads that write to the rows of one would wait for each other's cache lines.
     share_out(tiling.tiles, rows > 32, [&](long t) {  // few rows: quicker than asking
         for (long r = 0; r < tiling.rows; r++) {
             const long row = t * tiling.rows + r;
-            int32_t *its_units = packed + t * tile_size + r;
+            int32_t *tile = packed + t * tile_size, *its_units = tile + r;
+            if constexpr (ON_TILES<T>) {
+                put_on_tile(row < rows ? x + row * inputs : nullptr, inputs, int(r), tiling.rows,
+                            reinterpret_cast<uint32_t *>(tile));
+                continue;
+            }
             if (row < rows)
                 round_row(x + row * inputs, inputs, tiling.rows, its_units,
                           scales + t * scales_size + r);
@@ -345,22 +300,35 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
     const bool is_worth_it = rows * inputs * outputs > 65536;
     share_product(tiling.tiles, tiling.rows, panels, is_worth_it, [&](
             long first_tile, long end_tile, long p, long end) {
+        const tiles::Borrowed<ON_TILES<T>> borrowed;
         for (long width = tiling.panels; p < end; p += width) {
             width = std::min(width, end - p);
-            const Multiply loop = loop_for(tiling.rows, width, is_4);
+            const Multiply loop = ON_TILES<T> ? nullptr : loop_for(tiling.rows, width, is_4);
             const uint8_t *list[2], *next[2];
+            const uint32_t *wide[2];  // on matrix tiles, in their place
             for (int i = 0; i < width; i++) {
                 list[i] = weight + (p + i) * panel_size;
                 next[i] = list[i] + (end_tile - first_tile > 1 ? width * panel_size : AHEAD);
+                if constexpr (ON_TILES<T>)
+                    wide[i] = widen(list[i], panel_size, group, units, i);
             }
             for (long t = first_tile; t < end_tile; t++) {
-                alignas(64) float sums[16 * 2 * PANEL];
-                loop(packed + t * tile_size, scales + t * scales_size, list,
-                     t == end_tile - 1 ? next : nullptr, units, group_units, sums);
+                alignas(64) float sums[2 * TILE * 2 * PANEL];
+                if constexpr (ON_TILES<T>)
+                    loop_on_tiles(tiling.rows, width)(
+                        reinterpret_cast<uint32_t *>(packed + t * tile_size), nullptr, wide,
+                        nullptr, 1, units, sums, width * PANEL, false);
+                else
+                    loop(packed + t * tile_size, scales + t * scales_size, list,
+                         t == end_tile - 1 ? next : nullptr, units, group_units, sums);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
-                for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++)
-                    finish(sums + r * width * PANEL, at_panel(weight_scales, p), at_panel(bias, p),
-                           out + (t * tiling.rows + r) * outputs + p * PANEL, count);
+                for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
+                    float *sum = sums + r * width * PANEL;
+                    if (weight_scales)
+                        for (long i = 0; i < count; i++) sum[i] *= weight_scales[p * PANEL + i];
+                    put_row(sum, bias ? bias + p * PANEL : nullptr,
+                            out + (t * tiling.rows + r) * outputs + p * PANEL, count);
+                }
             }
         }
     });
