@@ -258,6 +258,9 @@ def _strange(where: str, content: object) -> ValueError:
 
 def _tidy_call(call: object) -> dict:
     """Raises `ValueError`."""
+    if isinstance(call, dict) and isinstance(own := call.get("custom"), dict):  # of one text
+        call = {"id": call.get("id"), "type": "function", "function": {
+            "name": own.get("name"), "arguments": {"input": own.get("input")}}}
     if isinstance(call, dict) and "function" not in call:
         call = {"type": "function", "function": call}
     function = call["function"] if isinstance(call, dict) else None

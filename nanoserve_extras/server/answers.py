@@ -24,6 +24,7 @@ event, and there is an event for each token.
 """
 
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -40,6 +41,8 @@ from nanoserve_extras.server.tools import TurnReader
 
 MIN_LOGPROB = -9999.0  # vLLM's
 SILENCE, WITH_PROGRESS = 5.0, 1.0  # seconds that a stream may be silent
+INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*)')
+HALF = re.compile("[\ud800-\udbff]\\Z")  # of a character that JSON writes in two halves
 COMMENT = b": still at work\n\n"
 
 
@@ -277,6 +280,8 @@ class ChatAnswer(Answer):
         self.readers: list[TurnReader | None] = [None] * self.body.num_samples  # one a choice
         self.written: list[list[int]] = [[] for _ in self.readers]
         self.begun: set[int] = set()
+        self.custom = self.body.custom
+        self.inputs: dict[int, str] = {}  # arguments of a custom call under way, by choice
 
     def _take(self, output: RequestOutput) -> None:
         super()._take(output)
@@ -308,13 +313,25 @@ class ChatAnswer(Answer):
         if piece.thought and self.body.include_reasoning is not False:
             # DeepSeek's name, and vLLM's.
             parts["reasoning_content"] = parts["reasoning"] = piece.thought
-        if piece.more or piece.calls:
-            first = reader.num_calls - len(piece.calls)
-            more = [dict(index=first - 1, function=dict(arguments=piece.more))]
-            parts["tool_calls"] = more[:bool(piece.more)] + [
-                dict(id=uuid4().hex[:9], type="function", function=vars(call),
-                     **(dict(index=first + i) if self.body.stream else {}))
-                for i, call in enumerate(piece.calls)]
+        first, calls = reader.num_calls - len(piece.calls), []
+        if piece.more and index in self.inputs:
+            told = one_text(self.inputs[index])
+            self.inputs[index] += piece.more
+            calls.append(dict(index=first - 1, custom=dict(
+                input=one_text(self.inputs[index])[len(told):])))
+        elif piece.more:
+            calls.append(dict(index=first - 1, function=dict(arguments=piece.more)))
+        for i, call in enumerate(piece.calls):
+            self.inputs.pop(index, None)
+            own = dict(type="function", function=vars(call))
+            if call.name in self.custom:
+                self.inputs[index] = call.arguments
+                own = dict(type="custom", custom=dict(name=call.name, input=one_text(
+                    call.arguments)))
+            calls.append(dict(id=uuid4().hex[:9], **own) | (
+                dict(index=first + i) if self.body.stream else {}))
+        if calls:
+            parts["tool_calls"] = calls
         if not piece.said and (parts or reader.state == "calls"):
             return parts if self.body.stream else dict(content=None) | parts
         return dict(content=piece.said) | parts
@@ -362,6 +379,13 @@ class ChatAnswer(Answer):
     def _object(self, token_id: int, entry: Logprob) -> dict:
         text = self.name(token_id, entry)
         return dict(token=text, logprob=clamp(entry), bytes=list(text.encode("utf-8", "replace")))
+
+
+def one_text(arguments: str) -> str:
+    """A custom tool's input, as far as it was written. What has no input stays as it is."""
+    if found := INPUT.match(arguments):
+        return HALF.sub("", json.loads(f'"{found[1]}"', strict=False))
+    return "" if '{"input":"'.startswith("".join(arguments.split())) else arguments
 
 
 def token_text(token_id: int, entry: Logprob) -> str:

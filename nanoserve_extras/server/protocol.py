@@ -38,6 +38,8 @@ SAYS = ("properties", "patternProperties", "additionalProperties", "$ref", "anyO
         "allOf")
 MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chat, and vLLM's for both
 MAX_COMPARED = 20  # unknown fields that may be mistyped ones: each is compared with all names
+ONE_TEXT = dict(type="object", properties=dict(input=dict(type="string")), required=["input"],
+                additionalProperties=False)
 # What a client may not put among a template's variables: arguments of the tokenizer's method.
 NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tokenize", "padding",
                      "add_generation_prompt", "continue_final_message", "truncation", "max_length",
@@ -294,11 +296,30 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A function; OpenAI's hosted tools are not served."""
+    """A function. A custom tool is one of a single text, and its grammar, if any, is only shown.
+    OpenAI's hosted tools are not served."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["function"]
     function: Function
+    is_custom: Annotated[bool, Field(exclude=True)] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_custom(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        own = given.get("custom") if given.get("type") == "custom" else None
+        if not isinstance(own, dict):
+            return given | dict(is_custom=False)
+        said, form = own.get("description"), own.get("format") or {}
+        form = form.get("grammar", form) if isinstance(form, dict) else {}
+        if isinstance(form, dict) and "definition" in form:
+            said = (f"{said or ''}\nThe grammar of its input ({form.get('syntax')}):\n"
+                    f"{form['definition']}").strip()
+        shown = dict(name=own.get("name"), description=said, parameters=ONE_TEXT)
+        return dict(type="function", is_custom=True, function={
+            key: value for key, value in shown.items() if value is not None})
 
 
 class ToolChoice(BaseModel):
@@ -370,6 +391,11 @@ class Conversation(Body):
         return {one.name: one.parameters if any(map((one.parameters or {}).get, SAYS)) else closed
                 for one in (tool.function for tool in self.tools or ())
                 if named is None or one.name in named}
+
+    @property
+    def custom(self) -> set[str]:
+        """The names of tools of one text."""
+        return {tool.function.name for tool in self.tools or () if tool.is_custom}
 
     @property
     def must_call(self) -> bool:

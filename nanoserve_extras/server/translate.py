@@ -17,8 +17,8 @@ new field of a chat.
 import json
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 from uuid import uuid4
@@ -31,8 +31,6 @@ from nanoserve_extras.server.protocol import SWITCH, Controls, Switch
 
 FUNCTIONS = None, "function", "custom", "namespace"  # other types of tools a provider hosts
 ADDED = "additional_tools"  # Codex's item
-ONE_TEXT = dict(type="object", properties=dict(input=dict(type="string")), required=["input"],
-                additionalProperties=False)
 NEEDED = {"message": "content", "function_call": "name", "function_call_output": "output",
           "custom_tool_call": "name", "custom_tool_call_output": "output"}  # an item must have it
 
@@ -53,9 +51,11 @@ def parts_of(message: dict) -> list[AnswerPart]:
     thought, said = message.get("reasoning_content"), message.get("content")
     found = [AnswerPart(kind, text)
              for kind, text in (("thought", thought), ("said", said)) if text]
-    calls = [AnswerPart("call", call["function"]["arguments"], call["function"].get("name", ""),
-                        call.get("id", "")) for call in message.get("tool_calls", ())]
-    return found + calls
+    for call in message.get("tool_calls", ()):
+        own = call.get("function") or call["custom"]
+        found.append(AnswerPart("call", own.get("arguments", own.get("input")), own.get("name", ""),
+                                call.get("id", "")))
+    return found
 
 
 class Language(Controls):
@@ -195,20 +195,10 @@ def called(id_: Any, name: Any, arguments: Any) -> list[dict]:
 
 
 def tool(one: dict, parameters: Any) -> dict:
-    """A chat's. A custom tool is a function of one text, and its grammar, if any, is only shown."""
-    said, form = one.get("description"), one.get("format") or {}
-    if "definition" in form:
-        said = f"{said}\nThe grammar of its input ({form.get('syntax')}):\n{form['definition']}"
-    shown = dict(name=one.get("name"), description=said, parameters=parameters)
+    """A chat's."""
+    shown = dict(name=one.get("name"), description=one.get("description"), parameters=parameters)
     return dict(type="function", function={
         key: value for key, value in shown.items() if value is not None})
-
-
-def one_text(arguments: str) -> str:
-    """A custom tool's input. Arguments that max_tokens has cut stay as they are."""
-    with suppress(KeyError, TypeError, ValueError):
-        return str(json.loads(arguments)["input"])
-    return arguments
 
 
 # -------------------------------------------------------------------- Responses
@@ -247,8 +237,8 @@ class ResponsesBody(Language):
                              f"{budget!r:.80}", "reasoning")
         return dict(
             messages=joined(self.turns()), parallel_tool_calls=self.parallel_tool_calls,
-            tools=[tool(one, ONE_TEXT if one.get("type") == "custom" else one.get("parameters"))
-                   for one, _ in self._functions()],
+            tools=[dict(type="custom", custom=one) if one.get("type") == "custom" else
+                   tool(one, one.get("parameters")) for one, _ in self._functions()],
             tool_choice=self.tool_choice, max_completion_tokens=self.max_output_tokens,
             response_format=form_of("text", (self.text or {}).get("format")),
             reasoning_effort=reasoning.get("effort"),
@@ -327,12 +317,20 @@ class ResponsesBody(Language):
         if part.kind == "said":
             return dict(type="message", id=f"msg_{part.id}", role="assistant", status=status,
                         content=content)
-        where = {one.get("name"): (one.get("type"), group) for one, group in self._functions()}
-        kind, group = where.get(part.name, (None, None))
-        own = dict(type="custom_tool_call", input=one_text(part.text)) if kind == "custom" else \
+        kind, group = self._shown.get(part.name, (None, None))
+        own = dict(type="custom_tool_call", input=part.text) if kind == "custom" else \
             dict(type="function_call", arguments=part.text)
         return own | dict(id=f"fc_{part.id}", call_id=part.id, name=part.name, status=status,
                           **(dict(namespace=group) if group else {}))
+
+    @cached_property
+    def _shown(self) -> dict[str, tuple]:
+        """What kind of tool each name is, and its group."""
+        return {one.get("name"): (one.get("type"), group) for one, group in self._functions()}
+
+    def _written(self, part: AnswerPart) -> str:
+        is_custom = "input" in self._item(part)
+        return "custom_tool_call_input" if is_custom else WRITTEN[part.kind]
 
     def _content(self, part: AnswerPart) -> dict:
         if part.kind == "thought":
@@ -364,18 +362,14 @@ class ResponsesBody(Language):
         return [item, self._at(part, "content_part.added", part=self._content(part))]
 
     def grown(self, part: AnswerPart, text: str) -> list[dict]:
-        if "input" in self._item(part):
-            return []  # it is told when it is whole
-        return [self._at(part, f"{WRITTEN[part.kind]}.delta", delta=text)]
+        return [self._at(part, f"{self._written(part)}.delta", delta=text)]
 
     def ended(self, part: AnswerPart) -> list[dict]:
-        done = f"{WRITTEN[part.kind]}.done"
+        done = f"{self._written(part)}.done"
         item = dict(type="response.output_item.done", output_index=part.index,
                     item=self._item(part))
         if "input" in item["item"]:
-            done, text = "custom_tool_call_input", item["item"]["input"]
-            return [self._at(part, f"{done}.delta", delta=text),
-                    self._at(part, f"{done}.done", input=text), item]
+            return [self._at(part, done, input=part.text), item]
         if part.kind == "call":
             return [self._at(part, done, arguments=part.text, name=part.name), item]
         return [self._at(part, done, text=part.text),

@@ -6,6 +6,7 @@ an engine that has been given its words.
 
 import asyncio
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from chat_templates import TEMPLATES
 from jsonschema import validate
 
 from nanoserve.frontend.outputs import CompletionOutput, RequestOutput
-from nanoserve_extras.server.answers import ChatAnswer
+from nanoserve_extras.server.answers import ChatAnswer, one_text
 from nanoserve_extras.server.protocol import MAX_SCHEMAS, MAX_TOOLS, ChatBody
 
 openai = pytest.importorskip("openai")
@@ -106,6 +107,38 @@ def test_pydantic_models_as_tools_and_as_forms(client):
     answer = client.parse(model="tested", response_format=Weather, **BODY | dict(tools=[tool]))
     message = answer.choices[0].message
     assert isinstance(message.parsed, Weather) or message.tool_calls
+
+
+APPLY = dict(type="custom", custom=dict(name="apply", description="Apply.", format=dict(
+    type="grammar", grammar=dict(syntax="lark", definition='start: "so"'))))
+
+
+def test_a_custom_tool_has_one_text_whole_streamed_and_sent_back(client, server):
+    asked = BODY | dict(tools=[APPLY, *TOOLS], model="tested", parallel_tool_calls=False)
+    asked |= dict(tool_choice=dict(type="custom", custom=dict(name="apply")), max_tokens=60)
+    message = client.create(**asked).choices[0].message
+    [call] = message.tool_calls
+    assert (call.type, call.custom.name) == ("custom", "apply") and len(call.custom.input) > 20
+    pieces = [one for event in server.events(PATH, asked)
+              for one in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert pieces[0]["type"] == "custom" and len(pieces) > 4
+    assert "".join(one["custom"]["input"] for one in pieces) == call.custom.input
+    asked["messages"] = [*CHAT, message.to_dict(), dict(
+        role="tool", tool_call_id=call.id, content="ok")]
+    _, told = server.ask("/tokenize", {key: asked[key] for key in ("messages", "tools")})
+    prompt = server.llm.tokenizer.decode(told["tokens"])
+    assert json.dumps(dict(input=call.custom.input), ensure_ascii=False) in prompt
+    assert 'Apply.\\nThe grammar of its input (lark):\\nstart: \\"so\\"' in prompt
+
+
+def test_a_text_grows_as_its_json_is_written():
+    for text in ("so", "", 'a "b"\n\\c\t', "\U0001f600é\u2028", "x\\"):
+        for written in (json.dumps(dict(input=text)), json.dumps(dict(input=text),
+                                                                 ensure_ascii=False)):
+            told = [one_text(written[:end]) for end in range(len(written) + 1)]
+            assert told[-1] == text
+            assert all(after.startswith(before) for before, after in pairwise(told))
+    assert one_text('{"other": 1}') == '{"other": 1}'
 
 
 def test_one_call_where_only_one_is_wanted(client):

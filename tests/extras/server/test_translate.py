@@ -12,7 +12,7 @@ from test_api_tools import CHAT, SCHEMAS, TOOLS
 pytest.importorskip("fastapi")
 
 from nanoserve_extras.server.protocol import ChatBody  # noqa: E402
-from nanoserve_extras.server.translate import ResponsesBody, one_text  # noqa: E402
+from nanoserve_extras.server.translate import ResponsesBody  # noqa: E402
 from nanoserve_extras.server.translate_messages import MessagesBody  # noqa: E402
 
 CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -241,16 +241,17 @@ def test_a_custom_tool_is_a_function_of_one_text_and_back(server):
     _, whole = server.ask(RESPONSES, body)
     [item] = whole["output"]
     assert (item["type"], item["name"]) == ("custom_tool_call", "apply") and "arguments" not in item
-    assert item["input"] == text  # cut by max_tokens: as far as it came
+    assert item["input"] and json.dumps(item["input"])[1:-1] in text  # as far as it came
     assert whole["usage"]["input_tokens"] == usage["prompt_tokens"]
     told = [one for one in events(server, RESPONSES, body) if one["type"].startswith(
         ("response.output_item", "response.custom", "response.function"))]
-    assert [one["type"].removeprefix("response.") for one in told] == [
-        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done",
-        "output_item.done"]
+    kinds = [one["type"].removeprefix("response.") for one in told]
+    assert kinds[0] == "output_item.added" and kinds[-2:] == [
+        "custom_tool_call_input.done", "output_item.done"]
+    assert {*kinds[1:-2]} == {"custom_tool_call_input.delta"} and len(kinds) > 8
     assert told[0]["item"]["input"] == ""
-    assert told[1]["delta"] == told[2]["input"] == told[3]["item"]["input"] == item["input"]
-    assert one_text('{"input": "*** Begin\\n"}') == "*** Begin\n"
+    assert "".join(one["delta"] for one in told[1:-2]) == told[-2]["input"] == (
+        told[-1]["item"]["input"]) == item["input"]
     turn = dict(call_id="c", name="apply")
     [_, made, _] = ResponsesBody(tools=[APPLY], input=[
         dict(role="user", content=ASKED), dict(type="custom_tool_call", input="so", **turn),
