@@ -104,6 +104,13 @@ WRAPPINGS: dict[str, Callable] = {
     # Its class makes the logits of all tokens, asked or not.
     "videollama3": wrap("video_llama_3", dict(GQA, model_type="qwen2"), VISION, **IMAGE),
     "qwen3.5": wrap("qwen3_5", dict(GQA, num_hidden_layers=4, head_dim=8), QWEN_VISION, **IMAGE),
+    "qwen3.5-moe": wrap("qwen3_5_moe", dict(
+        GQA, **MOE, num_hidden_layers=4, head_dim=8, shared_expert_intermediate_size=24),
+        QWEN_VISION, **IMAGE),
+    # Every fourth layer reads all keys and turns nothing; its heads are scaled behind their norm.
+    "muse-glimmer": wrap("muse_glimmer", dict(
+        GQA, num_hidden_layers=4, head_dim=8, sliding_window=13), dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2), **IMAGE),
     "llama4": wrap("llama4", dict(GQA, head_dim=8, num_local_experts=2, attention_chunk_size=16,
                                   intermediate_size_mlp=48), dict(
         VISION, vision_output_dim=32, projector_input_dim=16, projector_output_dim=16)),
@@ -128,6 +135,10 @@ OTHERS: dict[str, Callable] = {
     "ernie4.5": plain("ernie4_5", head_dim=8), "hunyuan": plain("hunyuan_v1_dense", head_dim=8),
     "qwen3-next": plain("qwen3_next", num_hidden_layers=4, head_dim=8, **MOE),
     "lfm2": plain("lfm2", layer_types=["conv", "full_attention"]),
+    "lfm2-moe": plain("lfm2_moe", layer_types=["conv", "full_attention"], num_dense_layers=1,
+                      **MOE),
+    "lfm3": plain("lfm3", head_dim=8, sliding_window=13, num_hidden_layers=3,
+                  layer_types=["conv", "sliding_attention", "full_attention"]),
     "granite4-h": plain("granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=4,
                         mamba_d_head=16),
     "nemotron-h": plain("nemotron_h", hybrid_override_pattern="M*", mamba_num_heads=4, n_groups=2,
@@ -157,6 +168,7 @@ CHECKPOINTS: dict[str, str] = {
     "google/gemma-4-E2B-it": "gemma4", "google/gemma-4-26B-A4B-it": "gemma4-experts",
     "mistralai/Mistral-Small-3.1-24B-Instruct-2503": "mistral3",
     "mistralai/Ministral-3-8B-Base-2512": "ministral3",
+    "mistralai/Ministral-3-8B-Instruct-2512": "ministral3",
     "Qwen/Qwen2-VL-7B-Instruct": "qwen2-vl", "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl",
     "Qwen/Qwen3-VL-8B-Instruct": "qwen3-vl", "Qwen/Qwen3-VL-30B-A3B-Instruct": "qwen3-vl-moe",
     "zai-org/GLM-4.1V-9B-Thinking": "glm4v", "HuggingFaceTB/SmolVLM2-2.2B-Instruct": "smolvlm",
@@ -168,8 +180,11 @@ CHECKPOINTS: dict[str, str] = {
     "ByteDance-Seed/Seed-OSS-36B-Instruct": "seed-oss",
     "swiss-ai/Apertus-8B-Instruct-2509": "apertus", "baidu/ERNIE-4.5-0.3B-PT": "ernie4.5",
     "tencent/Hunyuan-7B-Instruct": "hunyuan", "Qwen/Qwen3.5-0.8B": "qwen3.5",
-    "Qwen/Qwen3.5-27B": "qwen3.5", "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next",
-    "LiquidAI/LFM2-1.2B": "lfm2", "ibm-granite/granite-4.0-h-tiny": "granite4-h",
+    "Qwen/Qwen3.5-27B": "qwen3.5", "Qwen/Qwen3.8-27B": "qwen3.5",
+    "Qwen/Qwen3.6-35B-A3B": "qwen3.5-moe", "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next",
+    "meta-models/Muse-Glimmer-30B": "muse-glimmer",
+    "LiquidAI/LFM2-1.2B": "lfm2", "LiquidAI/LFM2.5-8B-A1B": "lfm2-moe",
+    "LiquidAI/LFM3-1.7B": "lfm3", "ibm-granite/granite-4.0-h-tiny": "granite4-h",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron-h",
     "tiiuae/Falcon-H1-1.5B-Deep-Instruct": "falcon-h1",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
@@ -180,7 +195,9 @@ CHECKPOINTS: dict[str, str] = {
     "answerdotai/ModernBERT-base": "modernbert",
     "sentence-transformers/all-mpnet-base-v2": "mpnet"}
 # What is not the network's.
-NOTES = {"openai/gpt-oss-20b": "; its own files (MXFP4) become bfloat16"}
+NOTES = {"openai/gpt-oss-20b": "; its own files (MXFP4) become bfloat16",
+         "mistralai/Ministral-3-8B-Instruct-2512": "; its own files (FP8) become bfloat16, the "
+         "fixed scales of activations are passed over"}
 
 
 def make(name: str, folder: Path) -> Path:
