@@ -22,7 +22,7 @@ from functools import partial
 from typing import Protocol
 
 from nanoserve.checkpoint.hub import find_model
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig, read_architecture, read_config
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.frontend.facts import Fact
@@ -198,6 +198,10 @@ class ModelGuesser(Guesser):
         folder = find_model(name, weights=config.load_format != "dummy",
                             code=config.trust_remote_code)
         asked["model"] = str(folder)  # where other ranks will look for it
+        if "Assistant" in (architecture := read_architecture(read_config(folder))):
+            raise ValueError(f"model={name!r} is a {architecture}, which guesses from its model's "
+                             "hidden states and keys, and is not computed here: choose "
+                             "method='ngram' or 'suffix', or a small model of the same family")
         draft = ModelConfig.from_folder(folder)
         check_shares(config.tensor_parallel_size, draft.num_attention_heads,
                      draft.num_key_value_heads)

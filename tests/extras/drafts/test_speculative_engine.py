@@ -120,9 +120,11 @@ def test_engines_and_networks_that_have_no_text(qwen3, checkpoints, tmp_path):
     with pytest.raises(ValueError, match="speculative_config=.* runner='pool"):
         start(qwen3, runner="pooling", speculative_config=NGRAM)
     folder = shutil.copytree(checkpoints["qwen3-tied"], tmp_path / "embedder")
-    write_json(folder / "config.json", architectures=["Qwen3Model"])
-    with pytest.raises(ValueError, match="architecture Qwen3Model"):
-        start(qwen3, speculative_config=dict(SMALL, model=str(folder)))
+    for architecture, words in [("Qwen3Model", "architecture Qwen3Model"),
+                                ("Gemma4AssistantForCausalLM", "guesses from .*method='ngram'")]:
+        write_json(folder / "config.json", architectures=[architecture])
+        with pytest.raises(ValueError, match=words):
+            start(qwen3, speculative_config=dict(SMALL, model=str(folder)))
 
 
 def test_a_draft_model_with_other_tokens(qwen3, tmp_path):
