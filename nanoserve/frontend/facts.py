@@ -25,7 +25,6 @@ class Fact(Enum):
     OWN_NETWORK = "the network is nanoserve's own"
     OWN_LINEAR = "the linear layers are nanoserve's own"
     KV_ALONE = "KV blocks are all that a sequence keeps"
-    TOKENS_NAME_BLOCKS = "tokens alone say what a KV block holds"
     PREFIX_CACHE = "KV blocks are kept for later prompts"
     ONE_RANK = "each weight is whole on one rank"
     ONE_STAGE = "all layers are on one rank"

@@ -10,8 +10,9 @@ them again. Others call it KV offloading (vLLM), hierarchical caching (SGLang), 
         └──load: found by its digest──────┘  └──what a queued request needs──┘ block_prefetch.py
 
 **Invariant: a block is used for exactly those tokens that it was computed from.** Its name here is
-a *digest*: SHA-256 over the parent's digest and the block's tokens. The chain begins with a
-fingerprint of the weights and of all options that KV depends on, then an adapter's content.
+a *digest*: SHA-256 over the parent's digest, the block's tokens, and the content of images that
+begin there. The chain begins with a fingerprint of the weights and of all options that KV depends
+on, then an adapter's content.
 
 All copies between cache and host memory happen inside a step, on its own stream, before anything is
 written: first the saves, then the loads. A load counts when its step has finished. No step waits
@@ -60,10 +61,11 @@ from nanoserve_extras.block_store.options import BlockStoreOptions
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 
 
-def digest_of(parent: bytes, content: bytes | list[int]) -> bytes:
-    """The digest of what follows `parent`: a block of tokens, or an adapter's key."""
+def digest_of(parent: bytes, content: bytes | list[int], images: bytes = b"") -> bytes:
+    """The digest of what follows `parent`: a block of tokens, or an adapter's key. images: see
+    `CoreRequest.contents`."""
     content = content if isinstance(content, bytes) else array("i", content).tobytes()
-    return hashlib.sha256(parent + content).digest()
+    return hashlib.sha256(parent + content + images).digest()
 
 
 @dataclass
@@ -80,7 +82,7 @@ class BlockStore(Extra):
     gives steps their loads and saves."""
 
     Options = BlockStoreOptions
-    needs = frozenset([Fact.PREFIX_CACHE, Fact.KV_ALONE, Fact.TOKENS_NAME_BLOCKS, Fact.ONE_STAGE])
+    needs = frozenset([Fact.PREFIX_CACHE, Fact.KV_ALONE, Fact.ONE_STAGE])
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -173,7 +175,7 @@ class BlockStore(Extra):
             entry = entry.parent
         digest = known[entry] if entry is not None else self.base
         for one in reversed(chain):  # a root has no tokens, but a key that is a hash of content
-            digest = known[one] = digest_of(digest, one.tokens or one.key)
+            digest = known[one] = digest_of(digest, one.tokens or one.key, one.content)
         return digest
 
     def _digest_blocks(self, seq: Sequence) -> list[bytes]:
@@ -181,7 +183,8 @@ class BlockStore(Extra):
         digests, size = self.digests.setdefault(seq, []), self.blocks.block_size
         for start in range(len(digests) * size, len(seq.token_ids) - size + 1, size):
             parent = digests[-1] if digests else self._digest_entry(seq.request.root)
-            digests.append(digest_of(parent, seq.token_ids[start:start + size]))
+            digests.append(digest_of(parent, seq.token_ids[start:start + size],
+                                     seq.request.contents.get(start // size, b"")))
         return digests
 
     # ------------------------------------------------- what the scheduler asks

@@ -402,8 +402,7 @@ class Multimodal(Extra):
     """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
 
     Options = MultimodalOptions
-    needs = frozenset([Fact.GENERATES])
-    ends = frozenset([Fact.TOKENS_NAME_BLOCKS, Fact.GRAPHS])
+    needs, ends = frozenset([Fact.GENERATES]), frozenset([Fact.GRAPHS])
 
     @property
     def name(self) -> str:
