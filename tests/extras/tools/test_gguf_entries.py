@@ -10,9 +10,11 @@ import re
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nanoserve import LLM, SamplingParams
 from nanoserve_extras.tools.convert import main
 from nanoserve_extras.tools.gguf_entries import mend_tokenizer, read_generation, read_network
 
@@ -283,6 +285,22 @@ def test_attention_scales_of_published_gemmas(kind, layers, hidden, heads, head_
     fields = read_network({f"{kind}.{name}": value for name, value in said.items()} | {
         "general.architecture": kind, "tokenizer.ggml.tokens": TOKENS}, {}, usual, {})
     assert fields["query_pre_attn_scalar"] == scalar
+
+
+def test_experts_in_four_bits_are_those_that_the_engine_would_round(tmp_path):
+    arch, kind, said, options = ROWS["experts"]
+    texts = {}
+    for bits in ([], ["--quantization", "int4"]):
+        (tmp_path / str(len(bits))).mkdir()
+        file, folder = tmp_path / str(len(bits)) / "a.gguf", tmp_path / str(len(bits)) / "made"
+        write(file, arch, network(kind, **options), said)
+        assert main([str(file), str(folder), "--dtype", "float32", *bits]) == 0
+        with LLM(folder, quantization="int4", num_gpu_blocks_override=8, dtype="float32") as llm:
+            (output,) = llm.generate([[5, 99, 20]], SamplingParams(
+                temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+        texts[len(bits)] = output.outputs[0].token_ids
+    assert texts[0] == texts[2] and "experts.3.down_proj.weight_packed" in str(
+        load_file(folder / "model.safetensors").keys())
 
 
 REFUSED = {
