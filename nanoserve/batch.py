@@ -86,6 +86,7 @@ class Batch:
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
     network: int = 0  # see `Step`
+    graph: tuple[int, ...] = ()  # the `Size` that is replayed, on all ranks
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
     is_padded: bool = False  # for a graph whose rows may have several tokens: no row is a decode
 
@@ -94,6 +95,7 @@ class Batch:
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
         names = list(sections)
         end, *lengths, network = host[:len(names) + 2].tolist()
+        graph = tuple(host[len(names) + 2:][:GRAPH].tolist())
         views = dict(zip(names, device[HEADER:end].split(lengths), strict=True))
         places = pairwise(accumulate(lengths, initial=HEADER))
         host_views = {name: host[i:j] for name, (i, j) in zip(names, places, strict=True)}
@@ -105,6 +107,7 @@ class Batch:
         query_lens, num_rows = np.diff(host_views["cu_seqlens_q"]), len(host_views["seq_lens"])
         views["block_tables"] = views["block_tables"].view(num_rows, -1 if num_rows else 0)
         return cls(**views, host=host_views, network=network, extra=extra,
+                   graph=graph if graph[0] else (),
                    num_decodes=int(np.count_nonzero(query_lens <= 1)),  # 0 in rows of padding
                    num_unknown=int(np.count_nonzero(host_views["input_ids"] < 0)),
                    query_lens=query_lens.tolist(), seq_lens_host=host_views["seq_lens"].tolist())
@@ -122,9 +125,9 @@ class Batch:
 
 
 SECTIONS = {one.name: one.metadata["section"] for one in fields(Batch) if one.metadata}
-# The header: where the last section ends, each one's length, the network. Its length is even, and
-# has room for the sections of extras.
-HEADER = 32
+# The header: where the last section ends, each one's length, the network, the graph. Its length is
+# even, and has room for the sections of extras.
+HEADER, GRAPH = 32, 5
 PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.per == "params"])
 
 
@@ -168,7 +171,7 @@ class BatchBuilder:
         self.table_lens = [0] * max_num_seqs
         self.params = np.zeros(max_num_seqs, dtype=PARAMS)
 
-    def build(self, step: Step, size: tuple[int, int] | None = None) -> Batch:
+    def build(self, step: Step, size: Any = None) -> Batch:
         """Write `step`, copy it to the device, and return the views. O(rows) in Python."""
         buffer = self.take_buffer()
         self.write(step, buffer, size)
@@ -194,14 +197,14 @@ class BatchBuilder:
                 self.copied[self.turn].record()
         return Batch.views(buffer.numpy(), device, self.sections)
 
-    def write(self, step: Step, buffer: torch.Tensor, size: tuple[int, int] | None = None) -> None:
-        """Fill the buffer. size: the rows and tokens that a step is padded to, for a graph. Each of
-        its tokens is sampled."""
+    def write(self, step: Step, buffer: torch.Tensor, size: Any = None) -> None:
+        """Fill the buffer. size: what a step whose tokens are all sampled is padded to, for a graph
+        (`device.graphs.Size`)."""
         width = max([len(seq.block_table) for seq in step.num_new_tokens], default=1)
         numbers = self._numbers(step, width)
         missing = {}
         if size is not None:
-            rows, tokens = size[0] - len(step.num_new_tokens), size[1] - step.num_tokens
+            rows, tokens = size.rows - len(step.num_new_tokens), size.tokens - step.num_tokens
             missing = dict(row=rows, start=rows, block=rows * width,
                            token=tokens, sample=tokens, params=tokens)
         host, at, lengths = buffer.numpy(), HEADER, []
@@ -218,6 +221,7 @@ class BatchBuilder:
             at += length
             lengths.append(length)
         host[:len(lengths) + 2] = [at, *lengths, step.network]
+        host[len(lengths) + 2:][:GRAPH] = size or 0
 
     def _numbers(self, step: Step, width: int) -> dict[str, np.ndarray | list[int]]:
         """What is in each section. width: blocks of the longest table."""

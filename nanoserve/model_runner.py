@@ -37,7 +37,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
 from nanoserve.device.choice import namespace
-from nanoserve.device.graphs import CudaGraph, DecodeGraphs, Size, recorded
+from nanoserve.device.graphs import CudaGraph, DecodeGraphs, recorded
 from nanoserve.device.memory import (
     count_kv_blocks,
     current,
@@ -213,17 +213,18 @@ class ModelRunner:
                 self.graphs = recorded(self.builder, self._decode, self.graph_class,
                                        num_networks=len(self.networks),
                                        num_drafts=self.parts.num_drafts,
-                                       is_ours=self.parts.make_network is None)
+                                       is_ours=self.parts.make_network is None,
+                                       ranks=self.ranks)
 
     @property
     def wants_graphs(self) -> bool:
         """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
-        the host, nor with several ranks: collectives in a graph have not been tried. An extra that
+        the host, nor where ranks have parts of the layers, which hosts hand on. An extra that
         computes sets `enforce_eager`, because nothing in a graph can change but numbers."""
         config, can_record = self.config, "graph" not in self.parts.replaced and (
             self.config.on_gpu or self.graph_class is not CudaGraph)
         return (can_record and not config.enforce_eager and config.kernels == "triton"
-                and self.ranks.size == 1)
+                and self.parts.decoder is Decoder and self.parts.finish_later is None)
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
@@ -255,29 +256,30 @@ class ModelRunner:
         """Queue one step. Returns a token for each of `step.samples()`, and the logprobs that are
         wanted, on their way to the host; with a pooler, what it makes of the hidden states."""
         size = None if self.graphs is None else self.graphs.size_for(step)
+        if self.ranks.size > 1 and any(seq.request.has_controls for seq in step.sampling):
+            size = None  # the others would not know that logits are made once more
         message = self.builder.take_buffer()
         self.builder.write(step, message, size)
         with self.on_device():
             with self.ranks.together():
                 broadcast(self.ranks, message, wait=self.config.steps_at_once == 1)
-                output = self.run(message, step, size)
+                output = self.run(message, step)
             return output.to_host()
 
-    def run(self, message: torch.Tensor, step: Step | None = None,
-            size: Size | None = None) -> SamplerOutput:
+    def run(self, message: torch.Tensor, step: Step | None = None) -> SamplerOutput:
         """Compute a written step, on every rank. step: the same, as only rank 0 knows it; what the
-        others return is a stand-in for rank 0's tokens. size: of the graph that is replayed."""
+        others return is a stand-in for rank 0's tokens."""
         batch = self.builder.read(message)
         if self.copier is not None:  # before the step reads or writes a block
             self.copier.move(batch.host, self.kv_cache)
         if not batch.num_tokens:  # it only saved blocks
             return SamplerOutput(batch.logits_indices.long())
         model, chosen = self.networks[batch.network], None
-        if size is None:
+        if not batch.graph:
             hidden = self._forward(batch, torch.cat(
                 (batch.logits_indices, batch.prompt_logprob_indices)).long())
         else:
-            hidden, chosen = self.graphs.replay(batch, size)
+            hidden, chosen = self.graphs.replay(batch)
         if self.pooler is not None:
             return self.pooler.pool(hidden, len(batch.logits_indices))
         finish = partial(sample, inputs=SamplingInputs.of(step, batch, self.parts.constraints),
@@ -288,7 +290,7 @@ class ModelRunner:
         output = finish(hidden)
         if not output.is_kept and (self.config.async_scheduling or batch.network):
             self._keep(batch, output.token_ids)
-        if size is not None:
+        if batch.graph and step is not None:
             output.token_ids = output.token_ids[:len(step.samples())]  # without the padding's
         return output
 
@@ -305,7 +307,8 @@ class ModelRunner:
         several of a row, the samples are in another order than the tokens."""
         hidden = self._forward(batch, batch.logits_indices.long() if batch.is_padded else None)
         logits = self.networks[batch.network].compute_logits(hidden)
-        token_ids = (self.ops.argmax(logits) if batch.network  # drafts are greedy
+        token_ids = (batch.logits_indices.long() if logits is None  # rank 0's will come
+                     else self.ops.argmax(logits) if batch.network  # drafts are greedy
                      else choose_plain(logits, batch, self.ops))
         self._keep(batch, token_ids)
         return hidden, token_ids

@@ -6,6 +6,7 @@ into the same memory. So a number that was frozen, an address that moved, a row 
 leaks and a buffer that is stale all show as wrong text. Kernels run in Triton's interpreter.
 """
 
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -15,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from nanoserve import llm
-from nanoserve.device.graphs import DecodeGraphs
+from nanoserve.device.graphs import DecodeGraphs, Size
 from nanoserve.model_runner import ModelRunner
+from nanoserve.parallel.ranks import Ranks
 from nanoserve.sampler import SamplerOutput
 
 WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal",
@@ -42,7 +44,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def launch(self, run, *args, **kwargs):
-        """A kernel: it is recorded as a whole, not the operators its interpreter uses."""
+        """A kernel, or a collective: it is recorded as a whole, not what it is made of here."""
         self.quiet = True
         try:
             run(*args, **kwargs)
@@ -54,18 +56,18 @@ class Recorder(TorchDispatchMode):
 class RecordedGraph:
     """Stands in for `CudaGraph`."""
 
-    recorder: Recorder | None = None  # while one records: the kernels' launches go there
+    here = threading.local()  # recorder: while one records: what is no operator goes there
 
     def __init__(self, memory=None):
         self.calls, self.outputs = [], ()
 
     def capture(self, function) -> None:
         with Recorder() as recorder:
-            RecordedGraph.recorder = recorder
+            self.here.recorder = recorder
             try:
                 self.outputs = function()
             finally:
-                RecordedGraph.recorder = None
+                self.here.recorder = None
         self.calls = recorder.calls
         assert any(not hasattr(call[0], "overloadpacket") for call in self.calls), "no kernels"
 
@@ -90,16 +92,21 @@ def _overwrite(old, new):
 def recorded(monkeypatch):
     """Engines record decode steps with the stand-in. Two splits for up to two rows."""
     kernels = pytest.importorskip("nanoserve.device.kernels")
-    interpreted = type(kernels._attention_kernel)
-    run = interpreted.run
+    interpreted, lock = type(kernels._attention_kernel), threading.Lock()
 
-    def record(self, *args, **kwargs):
-        recorder = RecordedGraph.recorder
-        if recorder is None:
-            return run(self, *args, **kwargs)
-        return recorder.launch(partial(run, self), *args, **kwargs)
+    def recording(run):
+        def record(*args, **kwargs):
+            recorder = getattr(RecordedGraph.here, "recorder", None)
+            call = run if recorder is None else partial(recorder.launch, run)
+            return call(*args, **kwargs)
+        return record
 
-    monkeypatch.setattr(interpreted, "run", record)
+    def one_by_one(*args, run=interpreted.run, **kwargs):  # ranks may be threads
+        with lock:
+            return run(*args, **kwargs)
+
+    monkeypatch.setattr(interpreted, "run", recording(one_by_one))
+    monkeypatch.setattr(Ranks, "_run", recording(Ranks._run))
     monkeypatch.setattr(kernels, "_num_splits", lambda num_rows, *shapes: 1 if num_rows > 2 else 2)
     monkeypatch.setattr(kernels, "MIN_SPLIT_KEYS", 16)
     monkeypatch.setattr(llm, "ModelRunner", partial(ModelRunner, graph_class=RecordedGraph))
@@ -108,6 +115,6 @@ def recorded(monkeypatch):
         self, token_ids=self.token_ids.clone()))
     replayed = []
     replay = DecodeGraphs.replay
-    monkeypatch.setattr(DecodeGraphs, "replay", lambda self, batch, size: replayed.append(
-        size) or replay(self, batch, size))
+    monkeypatch.setattr(DecodeGraphs, "replay", lambda self, batch: replayed.append(
+        Size(*batch.graph)) or replay(self, batch))
     return replayed

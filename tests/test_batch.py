@@ -14,6 +14,7 @@ from helpers import sequence
 from nanoserve import ops
 from nanoserve.batch import HEADER, MAX_MOVES, SECTIONS, Batch, BatchBuilder
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.device.graphs import Size
 from nanoserve.parallel.serving import HEAD
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
@@ -286,10 +287,12 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
             for i in range(4)]
     for row, seq in enumerate(seqs):
         seq.row, seq.block_table = row + 1, [3 + row, 9]
-    full = staged.build(Step(0, dict.fromkeys(seqs, 1), [4] * 4, seqs), (4, 4))
+    full = staged.build(Step(0, dict.fromkeys(seqs, 1), [4] * 4, seqs), Size(4, 4))
     addresses = {name: getattr(full, name).data_ptr() for name in SECTIONS}
     step = Step(1, dict.fromkeys(seqs[2:], 1), [4, 4], seqs[2:])
-    batch = staged.build(step, (4, 4))
+    batch = staged.build(step, Size(4, 4))
+    assert (full.graph, batch.graph) == (Size(4, 4), Size(4, 4)) and not staged.build(step).graph
+    batch = staged.build(step, Size(4, 4))
     assert (batch.num_decodes, len(batch.query_lens), batch.num_tokens) == (4, 4, 4)
     assert batch.input_ids.tolist() == [24, 34, 0, 0]
     assert batch.slot_mapping.tolist() == [36, 36, -1, -1]
@@ -316,9 +319,9 @@ def test_a_batch_of_rows_with_drafts_is_padded_behind_the_last_of_them():
     for row, seq in enumerate(seqs):
         seq.row, seq.block_table = row, [3 + row, 9]
     step = Step(0, {seqs[0]: 4, seqs[1]: 1}, [4, 4], seqs, {seqs[0]: [7, 8, 9]})
-    assert len(staged.build(step, (4, 8)).extra["voices"]) == 0
+    assert len(staged.build(step, Size(4, 8)).extra["voices"]) == 0
     step.sections["voices"] = {seqs[0]: 2, seqs[1]: 5}
-    batch = staged.build(step, (4, 8))
+    batch = staged.build(step, Size(4, 8))
     assert batch.extra["voices"].tolist() == [5, 2, 0, 0]
     assert batch.input_ids.tolist() == [14, 4, 7, 8, 9, 0, 0, 0]
     assert batch.positions.tolist() == [4, 4, 5, 6, 7, 0, 0, 0]

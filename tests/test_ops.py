@@ -19,6 +19,7 @@ from quick_interpreter import quick_interpreter  # noqa: F401
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import KERNELS, SamplingParams
 from nanoserve.device.choice import namespace
+from nanoserve.device.graphs import Size
 from nanoserve.sequence import Step
 
 NAMES = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
@@ -195,7 +196,7 @@ def make_batch(tables: list[list[int]], query_lens: list[int], seq_lens: list[in
         step.sampling.append(seq)
     builder = BatchBuilder(max(len(tables), padded_to or 0), sum(query_lens) + 64,
                            max(seq_lens) + 64, block_size, CPU)
-    return builder.build(step, padded_to and (padded_to, padded_to))
+    return builder.build(step, padded_to and Size(padded_to, padded_to))
 
 
 # query heads, KV heads, head size, block size

@@ -112,19 +112,20 @@ class DecodeGraphs:
     builder: makes the batches. run: what is recorded; nothing in it may depend on what the host
     knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. num_networks: one
     more than draft for the first. num_drafts: the most of a row. is_ours: else the first network is
-    transformers', which returns logits, and each kind of recording is tried. Raises whatever ends a
-    recording: see `recorded`.
+    transformers', which returns logits, and each kind of recording is tried. ranks: the `Ranks`;
+    all of them record the same. Raises whatever ends a recording: see `recorded`.
     """
 
     @torch.inference_mode()
     def __init__(self, builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_class: type,
-                 num_networks: int = 1, num_drafts: int = 0, is_ours: bool = True):
+                 num_networks: int = 1, num_drafts: int = 0, is_ours: bool = True, ranks=None):
         max_num_seqs, device = len(builder.tables), builder.device_buffer.device
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
         self.sizes = all_sizes(max_num_seqs, num_networks, num_drafts, builder.most_samples)
         if builder.extra:
             self.sizes += [one._replace(extra=True) for one in self.sizes if not one.network]
             self.sizes.sort(key=lambda size: size.tokens)
+        is_told, agree = (True, bool) if ranks is None else (ranks.rank == 0, ranks.least)
         self.graphs: dict[Size, CudaGraph] = {}
         self.found: dict[tuple, Size | None] = {}  # see `size_for`
         start, memory, logits = time.perf_counter(), None, None
@@ -134,25 +135,31 @@ class DecodeGraphs:
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
         # The largest first: the smaller ones fit into the memory that it took.
         for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
-                         disable=None, leave=False):  # on a terminal; then the line below
+                         disable=None if is_told else True, leave=False):  # None: on a terminal
             step = Step(0, network=size.network, sections=dict.fromkeys(
                 builder.extra if size.extra else (), {}))
             batch = self._fix(builder.build(step, size), size)
             run(batch)  # once for real: kernels are compiled, and libraries take what they need
             graph = self.graphs[size] = graph_class(memory)
-            if is_ours or size.network:
-                graph.capture(lambda batch=batch: run(batch))
-            else:  # the largest recording's logits are kept, and the others write to its memory
-                graph.capture(lambda batch=batch, into=logits: shared(run(batch), into))
-                logits = graph.outputs[0] if logits is None else logits
+            into = None if size.network else logits
+            try:
+                graph.capture(lambda batch=batch, into=into: shared(run(batch), into))
+            except Exception:
+                agree(0)
+                raise
+            if not agree(1):  # or this rank would go on, and wait for the others
+                raise RuntimeError("another rank can't record it")
+            if not (is_ours or size.network or logits is not None):
+                logits = graph.outputs[0]  # the largest one's: the others write to its memory
             memory = memory or graph.memory()
         for size in {} if is_ours else {one[2:]: one for one in self.sizes[::-1]}.values():
             self._try(builder, run, size)
         self.seconds = time.perf_counter() - start
         self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
-        tqdm.write(f"nanoserve: {len(self.sizes)} CUDA graphs for batches of 1 to {max_num_seqs} "
-                   f"took {self.seconds:.1f} s and {self.memory / 2 ** 20:,.0f} MB",
-                   file=sys.stderr)
+        if is_told:
+            tqdm.write(f"nanoserve: {len(self.sizes)} CUDA graphs for batches of 1 to "
+                       f"{max_num_seqs} took {self.seconds:.1f} s and "
+                       f"{self.memory / 2 ** 20:,.0f} MB", file=sys.stderr)
 
     def _try(self, builder: BatchBuilder, run: Callable[[Batch], Recorded], size: Size) -> None:
         """Replay two contents beside the function itself. Raises `RuntimeError` where they differ:
@@ -194,10 +201,10 @@ class DecodeGraphs:
                 and size.drafts == (tokens > rows) and size.extra == extra)), None)
         return self.found[key]
 
-    def replay(self, batch: Batch, size: Size) -> Recorded:
-        """batch: padded to this size."""
-        self._fix(batch, size)
-        return self.graphs[size].replay()
+    def replay(self, batch: Batch) -> Recorded:
+        """batch: padded to its size."""
+        self._fix(batch, Size(*batch.graph))
+        return self.graphs[batch.graph].replay()
 
 
 def shared(outputs: Recorded, memory: torch.Tensor | None) -> Recorded:

@@ -117,9 +117,9 @@ def test_block_tables_are_copied_to_where_the_recording_reads_them():
         (size.rows, 16) for size in graphs.graphs]
     seqs = [sequence(name, range(5), row=row, block_table=table)
             for row, (name, table) in enumerate(dict(a=[3], b=[7, 5], c=[2]).items())]
-    graphs.replay(builder.build(decodes(seqs), Size(4, 4)), Size(4, 4))
+    graphs.replay(builder.build(decodes(seqs), Size(4, 4)))
     assert read[1][:3, :2].tolist() == [[3, 0], [7, 5], [2, 0]]
-    graphs.replay(builder.build(decodes(seqs[2:]), Size(1, 1)), Size(1, 1))
+    graphs.replay(builder.build(decodes(seqs[2:]), Size(1, 1)))
     assert read[-1][0, 0] == 2 and read[1][1, :2].tolist() == [7, 5]
     assert [size for size, graph in graphs.graphs.items() if graph.replays] == [Size(4, 4),
                                                                                 Size(1, 1)]

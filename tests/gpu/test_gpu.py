@@ -23,6 +23,7 @@ from kernel_modes import MODES, few
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.batch import BatchBuilder
+from nanoserve.device.graphs import Size
 from nanoserve.sequence import Step
 
 pytestmark = needs_gpu
@@ -58,7 +59,7 @@ def test_graphs_equal_eager_for_every_batch_size(checkpoints, references):
                             enforce_eager=eager) for eager in (False, True)}
     graphs, replayed = engines[False].runner.graphs, []
     replay = graphs.replay
-    graphs.replay = lambda batch, size: replayed.append(size) or replay(batch, size)
+    graphs.replay = lambda batch: replayed.append(Size(*batch.graph)) or replay(batch)
     decodes = [size for size in graphs.sizes if not size.drafts]
     assert decodes[-1].rows == 20
     for count in [*range(1, 21), 3, 20]:
@@ -121,7 +122,8 @@ def test_drafts_in_graphs_equal_transformers(checkpoints, references, prompts, a
     engine = start(checkpoints["qwen3"], speculative_config=asked)
     graphs, replayed = engine.runner.graphs, set()
     replay = graphs.replay
-    graphs.replay = lambda batch, size: replayed.add(size) or replay(batch, size)
+    graphs.replay = lambda batch: (
+        replayed.add(Size(*batch.graph)) or replay(batch))
     guard(engine)
     for some in (prompts, prompts[:1], [[5, 6, 7] * 4, *prompts[2:5]]):
         assert_texts(engine.generate(some, GREEDY, use_tqdm=False), references, "qwen3", "drafts")
@@ -140,8 +142,8 @@ def test_forced_tokens_in_graphs_equal_eager(checkpoints, prompts):
         engine = start(checkpoints["qwen3"], enforce_eager=eager)
         if not eager:
             replay = engine.runner.graphs.replay
-            engine.runner.graphs.replay = lambda batch, size, replay=replay: (
-                replayed.add(size) or replay(batch, size))
+            engine.runner.graphs.replay = lambda batch, replay=replay: (
+                replayed.add(Size(*batch.graph)) or replay(batch))
         texts.append(ids_of(engine.generate(prompts[:4], params, use_tqdm=False)))
     assert texts[0] == texts[1] and any(size.drafts for size in replayed)
 
@@ -154,7 +156,8 @@ def test_adapters_in_graphs_equal_merged_weights(checkpoints, tmp_path):
     with LLM(voices.base, **options, speculative_config=dict(
             method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)) as llm:
         replay = llm.runner.graphs.replay
-        llm.runner.graphs.replay = lambda batch, size: replayed.add(size) or replay(batch, size)
+        llm.runner.graphs.replay = lambda batch: (
+        replayed.add(Size(*batch.graph)) or replay(batch))
         guard(llm)
         for seeds in ([1, None, 1], [None] * 3, [2, None, 1, 2, 1], [1, 2]):
             voices.check(llm, seeds)
@@ -169,6 +172,17 @@ def test_networks_of_transformers_in_graphs(tmp_path, prompts, name):
     engine = start(tmp_path / name, model_impl="transformers")
     assert engine.runner.graphs is not None
     assert_parity(engine, some, texts_by({name: tmp_path / name}, some)(name), name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_in_graphs_equal_transformers(checkpoints, references, prompts):
+    """NCCL's collectives stand in the recordings; steps with logprobs run without."""
+    with start(checkpoints["qwen3"], tensor_parallel_size=2, speculative_config=dict(
+            method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)) as engine:
+        assert engine.runner.graphs is not None
+        for params in (GREEDY, SamplingParams(temperature=0, max_tokens=12, logprobs=1), GREEDY):
+            assert_texts(engine.generate(prompts, params, use_tqdm=False), references, "qwen3",
+                         "two GPUs")
 
 
 KINDS = [dict(temperature=0), dict(temperature=0.8), dict(top_k=5, top_p=.7), dict(min_p=.2),

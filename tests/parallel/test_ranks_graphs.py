@@ -1,0 +1,61 @@
+"""Two ranks replay what both have recorded, collectives among it (recorded_graphs.py)."""
+
+import pytest
+from checkpoints import assert_same_text
+from helpers import poisoned
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.device.graphs import Size
+from nanoserve.parallel.ranks import Ranks
+
+pytest.importorskip("nanoserve.device.kernels")
+
+
+def start(folder, **options) -> LLM:
+    return poisoned(LLM(folder, **dict(dtype="float32", device="cpu", kernels="triton",
+                                       max_num_seqs=1, num_gpu_blocks_override=48,
+                                       tensor_parallel_size=2) | options))
+
+
+def test_two_ranks_write_transformers_text(checkpoints, references, recorded, ranks_in_threads):
+    """With overlap; then a row that asks for logprobs, whose steps no rank replays."""
+    with start(checkpoints["tiny"], async_scheduling=True) as llm:
+        for asked, num_replays in (dict(max_tokens=4), 2 * 3), (dict(max_tokens=2, logprobs=1), 0):
+            recorded.clear()
+            params = SamplingParams(temperature=0, ignore_eos=True, **asked)
+            [output] = llm.generate([[5, 7, 9]], params, use_tqdm=False)
+            expected, gaps = references("tiny", [5, 7, 9], 12)
+            ids = output.outputs[0].token_ids
+            assert_same_text(ids, expected[:len(ids)], gaps, str(asked))
+            assert recorded == [Size(1, 1)] * num_replays
+
+
+@pytest.mark.full
+def test_drafts_and_drawn_tokens_on_two_ranks(checkpoints, recorded, ranks_in_threads):
+    """As one rank draws them. The drafts are wrong."""
+    params = SamplingParams(temperature=0.5, seed=3, max_tokens=6, ignore_eos=True)
+    texts = []
+    for size in (2, 1):
+        with start(checkpoints["tiny"], max_num_seqs=2, tensor_parallel_size=size,
+                   speculative_config=dict(method="ngram", num_speculative_tokens=2)) as llm:
+            llm.scheduler.hooks.draft[:] = [lambda seq, most: [0, 0][:most]]
+            outputs = llm.generate([[5, 6, 7], [8]], params, use_tqdm=False)
+            texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1] and any(size.drafts for size in recorded)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_where_one_rank_can_not_record_none_does(checkpoints, references, recorded, monkeypatch,
+                                                 ranks_in_threads, capsys, rank):
+    """The other hears of it behind each recording, and does not wait for ever."""
+    def least(ranks, value, least=Ranks.least):
+        return least(ranks, 0 if value == 1 and ranks.rank == rank else value)
+
+    monkeypatch.setattr(Ranks, "least", least)
+    with start(checkpoints["tiny"]) as llm:
+        assert llm.runner.graphs is None
+        [output] = llm.generate([[5, 7, 9]], SamplingParams(temperature=0, max_tokens=4),
+                                use_tqdm=False)
+    expected, gaps = references("tiny", [5, 7, 9], 12)
+    assert_same_text(output.outputs[0].token_ids, expected[:4], gaps, "eager")
+    assert "another rank can't record it" in capsys.readouterr().err and not recorded
