@@ -96,7 +96,7 @@ class EagleHead(Head):
         self.rotary = RotaryEmbedding(config.rope, on.device)
         self.targets = torch.arange(self.size, device=on.device)  # the model's ids of its tokens
 
-    def tap(self, model: Decoder) -> LayerTaps:
+    def tap(self, model: nn.Module) -> LayerTaps:
         return LayerTaps(model, self.layers)
 
     def read(self, states: States) -> States:
@@ -201,7 +201,7 @@ class HiddenGuesser(Guesser):
     """Drafts by a head that reads the model's hidden states."""
 
     keys = ("model",)
-    needs = Guesser.needs | {Fact.IN_MEMORY, Fact.OWN_NETWORK}
+    needs = Guesser.needs | {Fact.IN_MEMORY}
     ends = frozenset([Fact.GRAPHS])  # a graph would pass by the taps
 
     @classmethod
@@ -274,7 +274,6 @@ class OwnGuesser(HiddenGuesser):
     """Drafts by the head that the model's checkpoint brings along."""
 
     keys = ()
-    needs = Guesser.needs | {Fact.IN_MEMORY}
 
     @staticmethod
     def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:

@@ -42,14 +42,25 @@ class Taps:
 class LayerTaps(Taps):
     """The stream in front of some layers."""
 
-    def __init__(self, model: Decoder, layers: list[int]):
+    def __init__(self, model: nn.Module, layers: list[int]):
         super().__init__(model)
+        is_ours = isinstance(model, Decoder)
+        found = model.layers if is_ours else getattr(model.layers.get_decoder(), "layers", None)
+        if found is None:  # GPT-2 calls them h
+            raise ValueError(f"speculative_config: {type(model.layers).__name__} has no list of "
+                             "layers of that name, whose states a head could read: choose another "
+                             "method")
         for i in layers:
-            model.layers[i].register_forward_pre_hook(partial(self.take, i))
+            found[i].register_forward_pre_hook(
+                partial(self.take if is_ours else self.take_foreign, i), with_kwargs=True)
 
-    def take(self, i: int, layer: nn.Module, args: tuple) -> None:
+    def take(self, i: int, layer: nn.Module, args: tuple, named: dict) -> None:
         hidden, residual, *_ = args
         self.streams[i] = hidden if residual is None else hidden + residual
+
+    def take_foreign(self, i: int, layer: nn.Module, args: tuple, named: dict) -> None:
+        """transformers' layers get the whole stream, (1, num_tokens, hidden_size)."""
+        self.streams[i] = (args[0] if args else named["hidden_states"])[0]
 
 
 class LastTap(Taps):
@@ -98,7 +109,9 @@ class Head(nn.Module):
 
     def join(self, model: nn.Module) -> None:
         """From now on read this network's states, and use its embedding and its LM head."""
-        self.taps, self.embed = self.tap(model), weakref.WeakMethod(model.embed)
+        embed = model.embed if isinstance(model, Decoder) else (
+            model.layers.get_input_embeddings().forward)
+        self.taps, self.embed = self.tap(model), weakref.WeakMethod(embed)
         self.logits = weakref.WeakMethod(model.compute_logits)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,

@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 import torch
-from architectures import make
+from architectures import ARCHITECTURES, make
 from checkpoints import VOCAB_SIZE, Reference, assert_same_text
 from guessing import count
 from hybrids import HYBRIDS, make_wrapped
@@ -280,6 +280,14 @@ def test_drafts_are_those_of_the_definition_and_the_text_is_the_models(
                  references, few_prompts)
 
 
+def test_a_head_reads_the_layers_of_transformers_network(checkpoints, references, tmp_path,
+                                                         few_prompts):
+    head = make_head(tmp_path / "head", small=True)
+    check_drafts("qwen3", lambda **options: start(
+        checkpoints["qwen3"], head, model_impl="transformers", **options),
+        Dense(head, Reference(checkpoints["qwen3"])), references, few_prompts, ["busy"])
+
+
 def test_a_head_in_the_format_of_speculators_is_the_same_head(checkpoints, references, tmp_path,
                                                               few_prompts):
     """Its layer's entries lie within, and the layer is called layers.0. (As Red Hat publishes them,
@@ -446,10 +454,11 @@ def test_two_ranks_read_a_checkpoints_own_head_and_without_the_method_it_is_pass
             assert llm is plain or count(llm)["num_drafts"] > 10
 
 
-def test_networks_of_transformers_and_a_missing_head_are_refused(checkpoints, tmp_path):
-    head = make_head(tmp_path / "head")
-    with pytest.raises(ValueError, match="speculative_config=.* transformers' Llama"):
-        start(checkpoints["llama2"], head, model_impl="transformers")
+def test_a_missing_head_and_layers_that_are_not_found_are_refused(checkpoints, tmp_path):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no list of layers"):
+        start(make(ARCHITECTURES["gpt2"](), tmp_path / "gpt2"), make_head(
+            tmp_path / "head", hidden_size=32, eagle_config=dict(
+                eagle_aux_hidden_state_layer_ids=[0, 1])), load_format="dummy")
     with pytest.raises(ValueError, match="model is missing"):
         LLM(checkpoints["llama2"], speculative_config=dict(method="eagle3",
                                                            num_speculative_tokens=2))
