@@ -51,7 +51,7 @@ TEXT = "/(?s:.*)/"
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
 OTHERS = {"number", "boolean", "null"}
 MAX_VALUES = 2_000
-MAX_CHECKED = 20_000_000  # characters of schemas that are compiled, to find what can't be
+MAX_SECONDS = 3  # of CPU time in which schemas are compiled, to find what can't be
 # Bounds of a chat template while its format is derived, which takes a tenth of a second.
 CPU_SECONDS, WALL_SECONDS, ROOM, MOST_TEXT = 5, 60, 2 ** 29, 2 ** 20
 
@@ -162,7 +162,7 @@ class ToolGrammar:
     def __init__(self, form: TurnFormat, schemas: dict[str, Any], special: dict[str, int]):
         self.form, self.schemas, self.special = form, schemas, special
         self.rules: dict[str, str] = {}  # name by body
-        self.num_values = self.num_checked = 0
+        self.num_values = self.num_seconds = 0
         self.is_lenient = False  # whether what can't be kept to is passed over
 
     def text(self, start: TurnReader, required: bool, one: bool, answer: dict | None) -> str:
@@ -262,11 +262,13 @@ class ToolGrammar:
         return write({"type": "object", "additionalProperties": True})
 
     def _refusal(self, schema: dict) -> str:
-        from nanoserve_extras.structured.structured import refusal
-        self.num_checked += len(json.dumps(schema))
-        if self.num_checked > MAX_CHECKED:
-            raise ValueError("looking for what can't be kept to takes too long: shorten it")
-        return refusal(schema | {"x-guidance": {"lenient": self.is_lenient}})
+        from nanoserve_extras.structured.structured import SCHEMAS, refusal
+        if self.num_seconds >= MAX_SECONDS:
+            raise ValueError("to look for what can't be kept to takes too long: shorten it")
+        before = SCHEMAS.seconds
+        why = refusal(schema | {"x-guidance": {"lenient": self.is_lenient}})
+        self.num_seconds += SCHEMAS.seconds - before
+        return why
 
     def _json(self, schema: Any, root: Any) -> str:
         """JSON in one line. root: where the schema's references lead."""

@@ -41,7 +41,7 @@ from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import in_words, option
 from nanoserve.sequence import Sequence
 from nanoserve_extras.structured.structured_schema import tidy
-from nanoserve_extras.structured.structured_trial import Trial, probe
+from nanoserve_extras.structured.structured_trial import Trial, byte_tokenizer, probe
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
@@ -226,13 +226,17 @@ def _library() -> Any:
     return llguidance
 
 
-SCHEMAS = Trial()
+SCHEMAS = Trial(byte_tokenizer())
 
 
 def refusal(schema: dict) -> str:
     """Why a schema by itself can't be compiled, in the library's words; "" if it can."""
-    return " ".join(SCHEMAS.refusal(_library().LLMatcher.grammar_from_json_schema(
-        json.dumps(schema))).split())
+    return _refusal_of(json.dumps(schema))
+
+
+@lru_cache(maxsize=512)  # an agent sends its tools with each turn
+def _refusal_of(schema: str) -> str:
+    return " ".join(SCHEMAS.refusal(_library().LLMatcher.grammar_from_json_schema(schema)).split())
 
 
 def _to_lark(grammar: str) -> str:

@@ -19,6 +19,7 @@ import json
 import os
 import resource
 import sys
+import time
 import weakref
 from contextlib import suppress
 from subprocess import DEVNULL, PIPE, Popen
@@ -33,12 +34,13 @@ TOO_MUCH = (f"to compile this takes more than {SECONDS} s or {ROOM:,} bytes, or 
 
 class Trial:
     """The script, started for the first grammar, and again behind one that ended it. tokenizer: the
-    arguments of an `LLTokenizer`; none: a grammar is not run, and must not name tokens."""
+    arguments of an `LLTokenizer`."""
 
-    def __init__(self, tokenizer: dict | None = None):
+    def __init__(self, tokenizer: dict):
         self.tokenizer = tokenizer
         self.script: Popen | None = None
         self.owner, self.lock = 0, Lock()  # a fork has a script of its own
+        self.seconds = 0.0  # that all answers took, of CPU time
 
     def refusal(self, grammar: str) -> str:
         """Why a grammar can't be used; "" if it can."""
@@ -54,7 +56,9 @@ class Trial:
                 if not answer:  # by Ctrl-C, too: its answer must not be read as the next one's
                     self.owner = 0
                     self.end()
-            return json.loads(answer or json.dumps(TOO_MUCH))
+            words, seconds = json.loads(answer) if answer else (TOO_MUCH, SECONDS)
+            self.seconds += seconds
+            return words
 
     def _start(self) -> None:
         """Ctrl-C in a terminal is not for the script. It ends with this object."""
@@ -67,6 +71,16 @@ class Trial:
     def _send(self, value: object) -> None:
         self.script.stdin.write(json.dumps(value).encode() + b"\n")
         self.script.stdin.flush()
+
+
+def byte_tokenizer() -> dict:
+    """For grammars that name no tokens: how long they take hardly depends on the vocabulary."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
+    letters = [*map(chr, plain), *(chr(256 + i) for i in range(256 - len(plain)))]
+    return dict(eos_token=0, tokenizer=json.dumps(dict(
+        version="1.0", added_tokens=[], decoder=dict(
+            type="ByteLevel", add_prefix_space=True, trim_offsets=True, use_regex=True),
+        model=dict(type="BPE", merges=[], vocab={one: i for i, one in enumerate(letters)}))))
 
 
 def _end(script: Popen, owner: int) -> None:
@@ -93,12 +107,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     given = json.loads(sys.stdin.buffer.readline())
-    tokenizer = given and LLTokenizer(**given)
+    tokenizer = LLTokenizer(**given)
     for line in sys.stdin.buffer:
         grammar, seconds = json.loads(line)
         _bound(seconds)
-        print(json.dumps(probe(LLMatcher(tokenizer, grammar, log_level=0)) if tokenizer else
-                         LLMatcher.validate_grammar(grammar)), flush=True)
+        start = time.process_time()
+        words = probe(LLMatcher(tokenizer, grammar, log_level=0))
+        print(json.dumps([words, time.process_time() - start]), flush=True)
 
 
 def _bound(seconds: int) -> None:

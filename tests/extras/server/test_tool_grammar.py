@@ -18,6 +18,7 @@ from nanoserve.llm import BUNDLED_MODEL
 from nanoserve_extras.server.tool_grammar import ToolGrammar
 from nanoserve_extras.server.tools import Piece, TurnReader
 from nanoserve_extras.structured.structured import Grammars, StructuredOutputsParams
+from nanoserve_extras.structured.structured_trial import Trial
 
 pytest.importorskip("llguidance")
 DEEP = dict(type="object", properties=dict(of=dict(type="string", maxLength=3),
@@ -257,3 +258,21 @@ def test_a_reference_leads_to_any_place_of_a_schema(name, grammars, special, tok
         with pytest.raises(ValueError, match="tools: f: it refers to itself"):
             matcher(grammars, special, name, required=True, schemas=dict(f=dict(
                 type="object", properties=dict(of={"$ref": "#"}))))
+
+
+def test_many_schemas_that_take_long_have_one_time_for_all(grammars, special, monkeypatch):
+    """In `auto` what is left then is any value; 128 tools could hold the tokenizer for minutes."""
+    tried = []
+
+    def refusal(self, grammar: str) -> str:
+        tried.append(grammar)
+        self.seconds += 2
+        return ""
+
+    monkeypatch.setattr(Trial, "refusal", refusal)
+    schemas = {f"f{i}": dict(type="object", properties=dict(x=dict(enum=[i]))) for i in range(9)}
+    start = TurnReader(FORMATS["Qwen2.5"], schemas, "")
+    assert ToolGrammar(start.form, schemas, special).text(start, False, False, None).count(
+        '"enum"') == 2 == len(tried)
+    with pytest.raises(ValueError, match="tools: f2: .*too long"):
+        ToolGrammar(start.form, schemas, special).text(start, True, False, None)

@@ -55,7 +55,7 @@ def test_our_own_patterns_read_any_grammar_in_time(grammars, asked):
 
 
 def test_an_interrupted_answer_is_not_the_next_ones(monkeypatch):
-    trial = module.Trial()
+    trial = module.Trial(module.byte_tokenizer())
     wrong = json.dumps({"grammars": [{"json_schema": {"type": "spoon"}}]})
     assert "spoon" in trial.refusal(wrong)
 
@@ -72,7 +72,8 @@ def test_an_interrupted_answer_is_not_the_next_ones(monkeypatch):
 
 
 def test_a_script_that_was_killed_is_started_again_and_none_outlives_its_object():
-    trial, right = module.Trial(), json.dumps({"grammars": [{"json_schema": {}}]})
+    trial = module.Trial(module.byte_tokenizer())
+    right = json.dumps({"grammars": [{"json_schema": {}}]})
     assert trial.refusal(right) == ""
     trial.script.kill()
     trial.script.wait()
