@@ -327,7 +327,7 @@ def test_the_head_of_transformers_network_guesses_as_defined(tmp_path, few_promp
                  MODES if name == "qwen3.5" else ["busy"])
 
 
-@pytest.mark.parametrize("form", ["fp8, blocks", "gptq"])
+@pytest.mark.parametrize("form", [pytest.param("fp8, blocks", marks=pytest.mark.full), "gptq"])
 def test_a_quantised_head_of_transformers_network_is_what_its_tensors_mean(
         tmp_path, few_prompts, form):
     stored, dense = write(make_own_foreign(tmp_path / "own"), tmp_path, FORMATS[form])

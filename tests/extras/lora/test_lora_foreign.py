@@ -81,7 +81,7 @@ def test_adapters_in_other_modes(voices, name, options):
             voices(name).check(llm, seeds, f"{name}, {options}")
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.full)])
 def test_a_step_that_is_lost_leaves_no_trace_in_a_state(voices, name):
     """A row begins anew, under its own adapter."""
     with LLM(voices(name).base, **SMALL) as llm:
@@ -95,7 +95,7 @@ def test_a_step_that_is_lost_leaves_no_trace_in_a_state(voices, name):
         voices(name).compare(PROMPTS[i], seed, outputs[str(i)].outputs[0].token_ids, "lost")
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("gemma4", marks=pytest.mark.full)])
 def test_adapters_over_weights_in_8_bits(voices, name):
     """The weight is rounded, the adapter is not: see test_lora.py."""
     exact, small = (logprobs(voices(name), PROMPTS[0], quantization=kind) for kind in (

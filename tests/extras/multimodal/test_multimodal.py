@@ -126,7 +126,7 @@ def test_an_image_whose_placeholders_stand_otherwise_is_another(folders, seers):
             assert_same_text(out.outputs[0].token_ids, *seer.generate(prompt, 8), "apart")
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("llava", marks=pytest.mark.full)])
 def test_blocks_of_images_come_back_from_a_folder_for_the_same_images(
         folders, seers, tmp_path, name):
     """To another engine, whose cache is empty: those of the words in front of any image, and all of
