@@ -1,6 +1,7 @@
 """example.py, as a newcomer runs it: Ctrl-C, and the run that `--trace` records."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -40,11 +41,13 @@ def test_ctrl_c_while_torch_is_loaded_ends_it_in_silence():
     assert example.returncode == 130 and out == "" and "Traceback" not in rest
 
 
-def test_the_traced_run_shows_its_four_requests(tmp_path):
+def test_the_traced_run_shows_its_four_requests(tmp_path, monkeypatch, capsys):
+    """In this process, which has loaded what it needs."""
     path = tmp_path / "run.html"
-    done = subprocess.run([sys.executable, EXAMPLE, "--trace", path], capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" =>") == 4 and f"requests in {path}" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["example.py", "--trace", str(path)])
+    monkeypatch.setenv("NANOSERVE_CHECK", "")  # as a newcomer runs it
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    said = capsys.readouterr()
+    assert said.out.count(" =>") == 4 and f"requests in {path}" in said.err
     stream = read(path)
     assert len(stream["requests"]) == 4 and len(stream["frames"]) > 50

@@ -101,7 +101,7 @@ def test_a_child_is_killed_while_all_are_idle(start, capfd):
     assert f"rank 1 (process {pid}) died" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_child_is_killed_in_the_middle_of_a_step(start, overlap):
     """Rank 0 waits in a collective for one that is stopped, and then killed. (Where others wait
     beside it: test_processes_stages.py.)"""

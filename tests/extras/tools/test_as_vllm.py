@@ -4,7 +4,7 @@ Each does what one of vLLM's own examples does, in words of ours, on the bundled
 print is held against the engine's own calls, which other tests hold to transformers.
 """
 
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -225,7 +225,8 @@ def test_a_pooler_config_of_another_task_is_refused():
         LLM(runner="pooling", pooler_config=dict(task="classify"), **SMALL)
 
 
-def test_without_a_script_the_usage_is_said(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "nanoserve_extras.tools.as_vllm", "no.py"],
-                          capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("usage: python -m")
+def test_without_a_script_the_usage_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["as_vllm", "no.py"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(as_vllm.__file__, run_name="__main__")
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("usage: python -m")
