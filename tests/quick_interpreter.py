@@ -1,10 +1,12 @@
-"""Triton's interpreter in half the time; the results are the same. A conftest imports the fixture.
+"""Triton's interpreter in a third of the time; the results are the same.
 
-Each of its parts is a function of Triton's that is called for each operation, or for each launch.
+A conftest imports the fixture. Each of its parts is a function of Triton's that is called for each
+operation, or for each launch.
 """
 
 import dataclasses
 import inspect
+import os
 
 import pytest
 
@@ -16,7 +18,8 @@ def quick_interpreter():
         from triton.runtime import interpreter
 
         changed = [*patches_once_a_launch(interpreter), *members_once(interpreter),
-                   *dtypes_once(interpreter), *overflows_that_nobody_sees(interpreter)]
+                   *dtypes_once(interpreter), *shapes_once(interpreter),
+                   *overflows_that_nobody_sees(interpreter)]
     except (ImportError, AttributeError):
         yield
         return
@@ -76,6 +79,51 @@ def dtypes_once(interpreter):
         return known[key]
 
     return [(interpreter, "_get_np_dtype", np_dtype)]
+
+
+def shapes_once(interpreter):
+    """Each result has a shape, of constants whose types are written down, and each comparison of
+    two shapes makes new ones. They are made and checked once for each shape, and compared as
+    numbers. Not where kernels are compiled, in which shapes are the same, but time is not."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return []
+    block_type, tensor = interpreter.tl.core.block_type, interpreter.tl.core.tensor
+    new_type, new_tensor, of_types, of_tensors = block_type.__init__, tensor.__init__, {}, {}
+    semantic = interpreter.TritonSemantic
+    broadcast = semantic.broadcast_impl_value
+
+    def make_type(self, element_ty, shape):
+        numbers = tuple(getattr(size, "value", size) for size in shape)
+        if numbers not in of_types:
+            new_type(self, element_ty, shape)
+            of_types[numbers] = self.shape, self.numel, str(self.shape)
+        self.element_ty, (self.shape, self.numel, text) = element_ty, of_types[numbers]
+        self.name = f"<{text}, {element_ty}>"
+
+    def make_tensor(self, handle, type):
+        numbers = numbers_of(type)
+        if numbers not in of_tensors:
+            new_tensor(self, handle, type)
+            of_tensors[numbers] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[numbers]
+
+    def is_same_type(self, other):
+        return isinstance(other, block_type) and self.element_ty == other.element_ty and (
+            self.shape.values == other.shape.values)
+
+    def broadcast_others(self, lhs, rhs):
+        if numbers_of(lhs.type) == numbers_of(rhs.type):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return [(block_type, "__init__", make_type), (block_type, "__eq__", is_same_type),
+            (tensor, "__init__", make_tensor), (semantic, "broadcast_impl_value", broadcast_others)]
+
+
+def numbers_of(type) -> tuple[int, ...]:
+    """A type's shape; () of one number."""
+    return (*type.shape.values,) if type.is_block() else ()
 
 
 def overflows_that_nobody_sees(interpreter):
