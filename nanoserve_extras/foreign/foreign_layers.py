@@ -6,6 +6,7 @@ a network give way to ours where these compute the same:
     nn.Linear, Conv1D                           Packed: ops.linear, or a product of small weights
     one vector, one eps                         Norm: ops.rms_norm by the vector, or by 1 + it
     gate, up and down, or gate_up and down      Gated: Packed ─ ops.act_and_mul ─ Packed
+    experts in one parameter, to be rounded     Experts: two Packed each, and their own gate between
 
 Invariant: **names and classes say nothing, numbers do.** A copy of each part goes through a trial
 in float32, with a weight of the trial's own, or matrices of one number a row (`Picks`), so that no
@@ -16,11 +17,14 @@ table of transformers' classes would grow with each version of it.
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from copy import copy
+from functools import partial
 from itertools import permutations, product
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -30,6 +34,8 @@ from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear, Placement
 from nanoserve.parallel.ranks import Span
 from nanoserve_extras.foreign.foreign_weights import towers_of
+from nanoserve_extras.foreign.latent import keep_latents
+from nanoserve_extras.quantization.quantized_experts import add_up
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
 SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # the rows of a trial
@@ -38,6 +44,8 @@ SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # the r
 class Shape(torch.Tensor):
     """What is left of a weight that was packed: who multiplies with it elsewhere is told so. A
     tensor on "meta" would take part in silence, and what it has to say would be lost."""
+
+    _is_hf_initialized = True  # transformers' word for: draw no random numbers here
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -55,6 +63,7 @@ class Packed(nn.Module):
                  kept: list[Quantised | None]):
         super().__init__()
         # GPT-2's are stored transposed.
+        self.was_transposed = any(type(one) is Conv1D for one in matrices.values())
         weights = [one.weight.T.contiguous() if type(one) is Conv1D else one.weight.detach()
                    for one in matrices.values()]
         rows = dict(zip(matrices, map(len, weights), strict=True))
@@ -100,6 +109,38 @@ class Gated(nn.Module):
         both = self.gate_up(x.reshape(-1, x.shape[-1]))
         out = self.down(self.ops.act_and_mul(both, self.activation))
         return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class Experts(nn.Module):
+    """A mixture's experts, each with matrices of its own. own: those of transformers, which declare
+    how they lie (`use_experts_implementation`). pack: makes a product of named matrices."""
+
+    def __init__(self, own: nn.Module, pack: Callable[..., nn.Module]):
+        super().__init__()
+        gate = copy(own)
+        gate._parameters = {}  # what is left of it has the sizes and the activation
+        self.gate, stored = [gate], dict(own.named_parameters())  # a list: it is no layer
+        self.layers = nn.ModuleList()
+        for i in range(len(own.gate_up_proj)):
+            up, down = (SimpleNamespace(
+                weight=stored[name][i].mT.contiguous() if own.is_transposed else stored[name][i],
+                bias=stored[f"{name}_bias"][i] if own.has_bias else None)
+                for name in ("gate_up_proj", "down_proj"))
+            matrices = {"gate_up_proj": up}
+            if own.is_concatenated and not own.has_bias:  # as files name them
+                gate, up = up.weight.chunk(2)
+                matrices = {"gate_proj": SimpleNamespace(weight=gate, bias=None),
+                            "up_proj": SimpleNamespace(weight=up, bias=None)}
+            self.layers.append(nn.ModuleList([pack(i, matrices), pack(i, {"down_proj": down})]))
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor,
+                weights: torch.Tensor) -> torch.Tensor:
+        """hidden (num_tokens, hidden_size); ids and weights (num_tokens, experts per token)."""
+        def answer(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            up, down = self.layers[expert]
+            return down(self.gate[0]._apply_gate(up(rows)))
+
+        return add_up(answer, hidden, weights, ids)
 
 
 # ------------------------------------------------------------------ the trials
@@ -171,48 +212,101 @@ def roles(part: nn.Module, on: Placement) -> tuple[list[str], str, str] | None:
     return None
 
 
+def mixture_of(part: nn.Module) -> int:
+    """How many experts a part holds, in parameters for all of them or in layers; 0: it is none."""
+    if isinstance(part, Experts):
+        return len(part.layers)
+    return len(part.gate_up_proj) if getattr(part, "has_gate", False) and isinstance(
+        getattr(part, "gate_up_proj", None), nn.Parameter) else 0
+
+
+class Multiplies(nn.Module):
+    """In a trial, in the place of a `Packed`."""
+
+    def __init__(self, matrices: dict):
+        super().__init__()
+        self.matrices = matrices
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.linear(x, one.weight, one.bias)
+                          for one in self.matrices.values()], -1)
+
+
+def are_usual(part: nn.Module, on: Placement) -> bool:
+    """Whether experts compute what ours do. In the trial they are of 16 numbers."""
+    count, trial, numbers = mixture_of(part), copy(part), torch.Generator().manual_seed(0)
+    shapes = dict(gate_up_proj=(count, 16, 32) if part.is_transposed else (count, 32, 16),
+                  down_proj=(count, 16, 16))
+    if part.has_bias:
+        shapes |= dict(gate_up_proj_bias=(count, 32), down_proj_bias=(count, 16))
+    if part.has_post_expert_norm or shapes.keys() != dict(part.named_parameters()).keys():
+        return False
+    trial._parameters = {name: nn.Parameter(torch.randn(shape, generator=numbers).to(on.device))
+                         for name, shape in shapes.items()}
+    ours = Experts(trial, lambda i, matrices: Multiplies(matrices))
+    x = (SIZES * torch.randn(len(SIZES), 16, generator=numbers)).to(on.device)
+
+    def run(experts: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        ids = torch.tensor([[count - 1, 0]], device=rows.device).expand(rows.shape[1], 2)
+        return experts(rows[0], ids, torch.tensor([[0.75, 0.25]]).to(rows).expand(ids.shape))[None]
+
+    return agree(partial(run, trial), partial(run, ours), x, noise=1e-5)
+
+
 # ----------------------------------------------------------------- the network
 
 
 def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
-              sees: bool = False) -> None:
+              sees: bool = False, below: str = "") -> None:
     """Put ours in the place of a network's parts, but not of its towers', if it sees. kept: by our
-    names."""
-    head, before = network.get_output_embeddings(), sum(p.nbytes for p in network.parameters())
-    towers = towers_of(network) if sees else ()
+    names. below: the path of the block to which this is limited; what was replaced there before
+    stays. A router, an `nn.Linear` with an output for each expert, is not rounded."""
+    head, top = network.get_output_embeddings(), network.get_submodule(below)
+    towers, rounds = towers_of(network) if sees else (), on.linear is not Linear
+    routed = {mixture_of(module) for module in network.modules()} if rounds else ()
+    if on.device.type == "cpu":
+        keep_latents(top)
 
-    def packed(path: str, above: nn.Module, *names: str) -> Packed:
-        found = {name: getattr(above, name) for name in names}
-        own = {name: kept.get(translated(f"{path}.{name}.weight".lstrip("."))) for name in names}
+    def packed(path: str, found: dict[str, nn.Module]) -> Packed:
+        own = {name: kept.get(translated(f"{path}.{name}.weight".lstrip("."))) for name in found}
         return Packed({"lm_head" if one is head else name: one for name, one in found.items()},
                       on, [*own.values()])
 
-    for path, module in network.named_modules():  # no list: what was replaced must be freed
+    for path, module in top.named_modules(prefix=below):  # no list: what was replaced is freed
         for name, child in module.named_children():
-            if child in towers:
+            inner = f"{path}.{name}".lstrip(".")
+            if child in towers or isinstance(child, Linear):
                 continue
             if type(child) in (nn.Linear, Conv1D):
-                setattr(module, name, packed(path, module, name))
+                if not (type(child) is nn.Linear and child.out_features in routed):
+                    setattr(module, name, packed(path, {name: child}))
+            elif rounds and type(child) is not Experts and mixture_of(child):
+                if on.device.type == "cpu" and are_usual(child, on):  # a loop that reads ids
+                    setattr(module, name, Experts(child, lambda i, found, inner=inner: packed(
+                        f"{inner}.{i}", found)))
             elif len(inspect.signature(child.forward).parameters) != 1:
                 continue
             elif norm := our_norm(child, on):
                 setattr(module, name, norm)
             elif found := roles(child, on):
                 first, last, activation = found
-                below = f"{path}.{name}"
-                setattr(module, name, Gated(packed(below, child, *first),
-                                            packed(below, child, last), activation, on.ops))
-    if on.linear is not Linear:
-        say_what_stays(network, before)
+                setattr(module, name, Gated(
+                    packed(inner, {one: getattr(child, one) for one in first}),
+                    packed(inner, {last: getattr(child, last)}), activation, on.ops))
 
 
-def say_what_stays(network: nn.Module, before: int) -> None:
-    """What no `Packed` multiplies with keeps its dtype: embeddings, and experts, which transformers
-    has as one parameter for all of a layer. before: the bytes of all weights."""
+def say_what_stays(network: nn.Module, on: Placement) -> None:
+    """Where weights are rounded: what no `Packed` multiplies with keeps its dtype, embeddings and
+    routers and what is unusual."""
     stays: Counter[str] = Counter()
+    before = 0
     for module in network.modules():
-        stays[type(module).__name__] += sum(
-            p.nbytes for p in module.parameters(recurse=False) if not p.is_meta)
+        size = sum(p.nbytes for p in module.parameters(recurse=False) if not p.is_meta)
+        stays[type(module).__name__] += size
+        before += size + (module.weight.numel() * on.dtype.itemsize
+                          if isinstance(module, Packed) else 0)
+    if on.linear is Linear:
+        return
     largest = ", ".join(f"{name} {size / before:.0%}" for name, size in stays.most_common(3)
                         if size >= before / 200)
     say(f"{stays.total() / before:.0%} of the weights' bytes stay as they are ({largest}), the "

@@ -1,7 +1,8 @@
 """The weights of transformers' networks: from a checkpoint's files, or made up; towers left out.
 
-    files ─ towers left out ─ a quantised matrix assembled ─► names and tensors
-      └─► transformers' `from_pretrained`: it knows each class's names, old ones included
+    files ─ towers left out ─► names, tensors of mapped files, quantised matrices to be assembled
+      └─► transformers' `from_pretrained`, which knows each class's names, old ones included
+            └─ a block of layers has come ─► `done`, which packs it: nothing waits for the others
 
 transformers makes up what is missing, with a warning, and passes over what it doesn't know: fluent
 text from random weights. So what it says of the names is read here, and is an error.
@@ -22,12 +23,17 @@ repeat each class's renamed weights.
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import transformers
 from torch import nn
+from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nanoserve.checkpoint.loader import (
     Tensors,
@@ -46,16 +52,19 @@ from nanoserve_extras.quantization.quantized_linear import Quantised
 def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrainedConfig,
          folder: Path, dtype: torch.dtype, tensors: Tensors | None = None, passed_over: str = "$^",
          left_out: list[int] | None = None, assemble: Callable[[Tensors], Tensors] | None = None,
-         kept: dict[str, Quantised] | None = None, has_towers: bool = False) -> nn.Module:
+         kept: dict[str, Quantised] | None = None, has_towers: bool = False,
+         done: Callable[[nn.Module, str], None] | None = None) -> nn.Module:
     """The network with its weights; made up with load_format="dummy", if no `tensors` are given.
 
     transformers makes up what is missing, with a warning. Here that is an error, and so are
     tensors that are left over or come twice. tensors: in the place of those in the files.
     passed_over: a pattern of names that nobody needs, there or not. left_out: of a wrapping, takes
     the sizes of its towers' tensors; None to fill towers, if it has_towers. assemble: makes weights
-    of a quantised checkpoint's tensors; those that stay in 4 bits are also put into `kept`.
+    of a quantised checkpoint's tensors, or functions that do; those that stay in 4 bits are also
+    put into `kept`. done: called with the network and the path of each block whose tensors are in
+    their places.
     """
-    stored: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor | Later] = {}
     if tensors is None and asked.load_format == "dummy":
         return made_up(asked.seed, model_class, hf_config, dtype, left_out is not None)
     if tensors is None:
@@ -65,11 +74,11 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
     for file, name, tensor in assemble(tensors) if assemble else tensors:
         if name in stored:
             raise ValueError(f"{file}: the tensor {name} comes twice")
-        if isinstance(tensor, Quantised):
-            kept[translated(name)], tensor = tensor, tensor[:]
-        stored[name] = tensor.to(dtype) if assemble else tensor
+        stored[name] = tensor if isinstance(tensor, torch.Tensor) else Later(
+            tensor, translated(name), kept)
     with in_words(f"{folder}: the weights do not match config.json"):  # in their shapes, say
-        network, found = make_network(model_class, hf_config, stored, dtype, left_out is not None)
+        network, found = make_network(model_class, hf_config, stored, dtype, left_out is not None,
+                                      done)
     for what, names in found.items():
         if names := [name for name in map(str, names) if not re.search(passed_over, name)
                      and not (assemble and name in stored and adds_nothing(name, stored[name]))]:
@@ -77,10 +86,68 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
             raise ValueError(f"{folder}: {words} for {model_class.__name__}: "
                              f"{', '.join(sorted(names)[:5])}")
     check_weights(network, stored, folder)
-    if assemble and any(type(module) is Conv1D for module in network.modules()):
+    if assemble and any(type(module) is Conv1D or getattr(module, "was_transposed", False)
+                        for module in network.modules()):
         raise ValueError(f"{folder}: quantised weights of {model_class.__name__}, whose matrices "
                          "are stored transposed, are not supported: use the unquantised checkpoint")
     return network
+
+
+class Later:
+    """A quantised matrix in the place of a tensor: it is made when transformers wants its numbers.
+    One that stays in 4 bits is put into `kept` then."""
+
+    dtype = torch.float32
+
+    def __init__(self, make: Callable[[], torch.Tensor | Quantised], name: str,
+                 kept: dict[str, Quantised]):
+        self.make, self.name, self.kept = make, name, kept
+
+    def __getitem__(self, everything: object) -> torch.Tensor:
+        whole = self.make()
+        if isinstance(whole, Quantised):
+            self.kept[self.name], whole = whole, whole[:]
+        return whole
+
+
+BLOCK = re.compile(r".+?\.\d+(?=\.)")  # model.layers.3 in model.layers.3.mlp.experts.0.up_proj
+
+
+@register_quantizer("nanoserve")
+class Pieces(HfQuantizer, ConversionOps):
+    """transformers' page of hooks for those who round weights while they are read. Here it tells
+    when a block is complete: when a matrix of the next one has come. It asks for one matrix after
+    the other then; without such a hook it reads and converts all of them ahead."""
+
+    is_trainable = False
+
+    def __init__(self, config: QuantizationConfigMixin, **options):
+        super().__init__(config, **options)
+        self.come: set[str] = set()
+        self.block: str | None = None
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def param_needs_quantization(self, model: nn.Module, name: str, **others) -> bool:
+        """Until it has come: then its shape is checked as that of any other. Vectors are left out,
+        and what a class keeps in a dtype of its own: transformers would convert it."""
+        one = model.get_parameter_or_buffer(name)
+        return name not in self.come and one.dim() > 1 and one.dtype == model.dtype
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return self
+
+    def convert(self, tensors: dict, *, model: nn.Module, full_layer_name: str, **others) -> dict:
+        self.come.update(tensors)
+        found = BLOCK.match(full_layer_name)
+        if found is not None and found[0] != self.block:
+            before, self.block = self.block, found[0]
+            if before and not any(one.is_meta for one in model.get_submodule(
+                    before).state_dict().values()):
+                with suppress(Exception):  # transformers hides it: `take_over` meets it again
+                    self.quantization_config.done(model, before)
+        return tensors
 
 
 def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: Path) -> None:
@@ -155,12 +222,20 @@ def towers_of(network: nn.Module) -> set[nn.Module]:
 
 def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
                  stored: dict[str, torch.Tensor], dtype: torch.dtype,
-                 has_towers: bool) -> tuple[nn.Module, dict]:
+                 has_towers: bool, done: Callable | None = None) -> tuple[nn.Module, dict]:
     """transformers' network with the stored weights, and what it says was missing or left over. In
-    a wrapping, towers get stand-ins: else transformers would draw random weights for them."""
+    a wrapping, towers get stand-ins: else transformers would draw random weights for them. done:
+    see `fill`."""
     towers = stand_ins(model_class, hf_config, dtype) if has_towers else {}
+    options = {}
+    if done is not None:
+        options["quantization_config"] = QuantizationConfigMixin("nanoserve")
+        options["quantization_config"].done = done
     network, found = model_class.from_pretrained(
-        None, config=hf_config, state_dict=stored | towers, dtype=dtype, output_loading_info=True)
+        None, config=hf_config, state_dict=stored | towers, dtype=dtype, output_loading_info=True,
+        **options)
+    if done is not None:
+        network.hf_quantizer.remove_quantization_config(network)
     if has_towers:
         drop_towers(network)
     return network, found

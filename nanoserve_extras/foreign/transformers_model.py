@@ -41,9 +41,8 @@ from nanoserve.device.memory import return_freed_memory
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache, Pair, fit_8_bits
 from nanoserve.sequence import visible
-from nanoserve_extras.foreign.foreign_layers import take_over
-from nanoserve_extras.foreign.foreign_weights import fill, text_config_of
-from nanoserve_extras.foreign.latent import keep_latents
+from nanoserve_extras.foreign.foreign_layers import say_what_stays, take_over
+from nanoserve_extras.foreign.foreign_weights import fill, text_config_of, towers_of
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
@@ -206,9 +205,8 @@ class TransformersModel(nn.Module):
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
                  left_out: int = 0, kept: dict[str, Quantised] | None = None):
         super().__init__()
-        if on.device.type == "cpu":
-            keep_latents(network)
         take_over(network, on, kept or {}, config.sees)
+        say_what_stays(network, on)
         return_freed_memory()
         for one in network.modules():  # that look for padding, and wait for the device
             if isinstance(one, transformers.PreTrainedModel):
@@ -443,9 +441,18 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
     `tensors` fill it. The others: see `fill`."""
     left_out: list[int] = []
     kept: dict[str, Quantised] = {}
+
+    def done(network: nn.Module, path: str) -> None:
+        block, has_towers = network.get_submodule(path), config.has_towers or config.sees
+        if not has_towers or block not in towers_of(network):
+            for one in block.parameters():
+                one.data = one.data.to(on.device, on.dtype)
+            take_over(network, on, kept, config.sees, path)
+
     network = fill(asked, model_class, hf_config, folder, on.dtype, tensors, passed_over,
                    left_out if config.has_towers else None, config.quantization and partial(
-                       on.assemble, entry=config.quantization), kept, config.sees)
+                       on.assemble, entry=config.quantization, later=True), kept, config.sees,
+                   None if trial else done)
     if trial:
         return None
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)

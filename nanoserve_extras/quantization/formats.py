@@ -29,6 +29,7 @@ that have them refuse, or do wrong in a graph.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,12 +88,17 @@ class Format(NamedTuple):
         return form
 
 
-def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
+def assemble(tensors: Tensors, entry: dict, keep: bool = False, later: bool = False) -> Tensors:
     """The tensors of a checkpoint, each group of parts become one weight (outputs, inputs).
 
     entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups becomes a
-    `Quantised`. Raises `ValueError` naming file and tensor.
+    `Quantised`. later: yield functions that make the weights. Raises `ValueError` naming file and
+    tensor.
     """
+    def made(file: Path, module: str, parts: Parts) -> tuple:
+        make = partial(make_weight, file, module, parts, form.of(module), keep)
+        return file, module + ending, make if later else make()
+
     form = read_format(entry)
     joint, ending = ("_", "") if form.read is experts_of else (".", ".weight")
     waiting: dict[str, Parts] = {}
@@ -115,13 +121,13 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
         group[part] = tensor
         if len(group) == len(own.parts):
             del waiting[module]
-            yield file, module + ending, make_weight(file, module, group, own, keep)
+            yield made(file, module, group)
     for module, group in waiting.items():
         own = form.of(module)
         if {*own.parts} - {*group, own.optional}:
             raise ValueError(f"{module} is quantised, but has only {', '.join(sorted(group))} of "
                              f"{', '.join(own.parts)}; {len(waiting)} such in all")
-        yield file, module + ending, make_weight(file, module, group, own, keep)
+        yield made(file, module, group)
 
 
 def make_weight(file: Path, module: str, parts: Parts, form: Format,

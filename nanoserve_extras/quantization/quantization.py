@@ -74,7 +74,10 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
         linear = partial(QuantisedLinear, kind=weight, size=size)
         if any(plan.model_config.moe_layers):
             check_experts(kind, config)
-        layers = {"linear": linear, "experts": partial(QuantisedExperts, linear=linear),
+        experts = partial(QuantisedExperts, linear=linear)
+        if config.kernels == "triton":  # a draft model may have some, too
+            experts = partial(check_experts, kind, config)
+        layers = {"linear": linear, "experts": experts,
                   "embedding": partial(QuantisedEmbedding, kind=weight),
                   "assemble": partial(assemble, keep=kind == "int4")}
         if config.kernels == "cpu":
@@ -92,8 +95,9 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
     return kind, layers
 
 
-def check_experts(kind: str, config: EngineConfig) -> None:
-    """Raises `ValueError` where those of a mixture can't be kept in few bits."""
+def check_experts(kind: str, config: EngineConfig, *sizes: object) -> None:
+    """Raises `ValueError` where those of a mixture can't be kept in few bits. sizes: not needed,
+    see `Placement.experts`."""
     if config.kernels == "triton":
         raise ValueError(f"quantization={kind!r} of experts runs on a CPU alone: leave it out, or "
                          "use device='cpu'")

@@ -150,6 +150,10 @@ def test_what_experts_can_not_do_is_refused(checkpoints, quantization):
             tensor_parallel_size=2)
     with pytest.raises(ValueError, match="of experts runs on a CPU alone"):
         LLM(checkpoints["mixtral"], **SMALL, quantization=quantization, kernels="triton")
+    with pytest.raises(ValueError, match="of experts runs on a CPU alone"):
+        LLM(checkpoints["qwen3"], **SMALL, quantization=quantization, kernels="triton",
+            speculative_config=dict(method="draft_model", num_speculative_tokens=2,
+                                    model=str(checkpoints["mixtral"])))
 
 
 @either

@@ -5,25 +5,28 @@ here by definition (packing.py), or on the dense matrices that a quantised file 
 """
 
 import json
+import re
 import shutil
 from collections import Counter
 
 import pytest
 import torch
 import wrappings
-from architectures import ARCHITECTURES, Made, make
+from architectures import ARCHITECTURES, GQA, Made, make
 from checkpoints import Reference
 from hybrids import HYBRIDS
 from packing import FORMATS, by_definition, groups_by_definition, write
 from safetensors.torch import load_file, save_file
+from test_latent import MODELS
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from transformers.integrations import mxfp4
 from transformers.pytorch_utils import Conv1D
 from weight_kinds import needs_compiler
 
 from nanoserve import LLM, SamplingParams
-from nanoserve_extras.foreign.foreign_layers import Packed
+from nanoserve_extras.foreign.foreign_layers import Experts, Packed
+from nanoserve_extras.quantization import formats
 
 PROMPTS = [[7, 200, 31, 4], [99] * 3 + [5, 17, 250, 33, 8, 121, 64, 2, 78, 3, 11, 90, 41, 6], [12]]
 SMALL = dict(model_impl="transformers", dtype="float32", num_gpu_blocks_override=24,
@@ -51,13 +54,21 @@ def reference(folder) -> list[list[int]]:
 
 @torch.no_grad()
 def rounded(source, folder, quantization):
-    """Every matrix but a parameter of three dimensions; a head by row, the embedding never."""
+    """Every matrix, an expert's, too; a head by row; an embedding, a router and what latent
+    attention absorbs never."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     head = model.get_output_embeddings()
     if head.weight is model.get_input_embeddings().weight:
         head.weight, model.config.tie_word_embeddings = nn.Parameter(head.weight.clone()), False
-    for module in model.modules():
-        if type(module) in (nn.Linear, Conv1D):
+    experts = [module for module in model.modules() if hasattr(module, "is_transposed")]
+    for module in experts:
+        for stack in (module.gate_up_proj, module.down_proj):
+            for one in stack.mT if module.is_transposed else stack:
+                one.copy_(ROUNDED[quantization](one).float())
+    counts = [len(module.gate_up_proj) for module in experts]
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, Conv1D) and not name.endswith("kv_b_proj") and getattr(
+                module, "out_features", None) not in counts:
             weight = module.weight if type(module) is nn.Linear else module.weight.T
             how = ROUNDED["int8" if module is head else quantization]
             new = how(weight).float()
@@ -70,11 +81,50 @@ def rounded(source, folder, quantization):
 @pytest.mark.parametrize("name, quantization", [
     ("olmo2", "int4"), ("glm4", "int4"), ("granite-swa", "int8"), ("gemma4", "int4"),
     ("gpt2", "int4"),  # stored transposed, a tied head
-    ("gpt-oss", "int8")])  # experts, sinks
+    ("gpt-oss", "int4")])  # experts whose gate and up alternate, with biases; sinks
 def test_the_text_is_that_of_the_rounded_weights(made, tmp_path, name, quantization, kernels):
     expected = reference(rounded(made[name], tmp_path / "rounded", quantization))
     assert expected != reference(made[name])
     assert texts(made[name], quantization=quantization, kernels=kernels) == expected
+
+
+MIXTURES = {name: HYBRIDS[name] for name in ("qwen3.5-moe", "lfm2-moe", "granite4-h")} | {
+    "glm4-moe-lite": MODELS["glm4-moe-lite"],
+    "gemma4-moe": lambda: Gemma4TextConfig(  # its router is an `nn.Linear`
+        **GQA, head_dim=8, global_head_dim=16, sliding_window=13, hidden_size_per_layer_input=0,
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24,
+        layer_types=["sliding_attention", "full_attention"])}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_rounded_one_by_one_and_routers_stay(tmp_path, name, capfd):
+    quantization = "int8" if name == "granite4-h" else "int4"
+    source = make(MIXTURES[name](), tmp_path / "dense")
+    expected = reference(rounded(source, tmp_path / "rounded", quantization))
+    assert expected != reference(source)
+    assert texts(source, quantization=quantization) == expected
+    assert "Experts" not in capfd.readouterr().err  # they are not among what stays
+
+
+@pytest.mark.parametrize("form, quantization", [
+    ("fp8, blocks", None), ("pack-quantized", "int4"), ("gptq", "int4")])
+def test_experts_of_a_file_are_what_it_means(tmp_path, form, quantization):
+    """Each is stored by itself; its own 4 bits are kept."""
+    source = make(MODELS["glm4-moe-lite"](), tmp_path / "source")
+    quantized, dense = write(source, tmp_path, FORMATS[form])
+    if quantization == "int4":
+        model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        with torch.no_grad():
+            for name, module in model.named_modules():
+                if name.endswith(("lm_head", "with_mqa")):  # the file's dense ones
+                    module.weight.copy_(by_definition(module.weight))
+        model.save_pretrained(dense)
+    assert texts(quantized, quantization=quantization) == reference(dense) != reference(source)
+    if quantization == "int4":
+        with LLM(quantized, **SMALL, quantization=quantization) as llm:
+            sizes = {packed.linear.packed.size for module in llm.runner.model.modules()
+                     if isinstance(module, Experts) for packed in module.layers[1]}
+        assert 0 not in sizes
 
 
 @needs_compiler
@@ -101,6 +151,32 @@ def test_the_text_of_a_quantised_file_is_that_of_what_it_means(made, tmp_path, f
             model.lm_head.weight.copy_(by_definition(model.lm_head.weight))
         model.save_pretrained(dense)
     assert texts(quantized, quantization=quantization, kernels=kernels) == reference(dense)
+
+
+def test_a_block_is_packed_before_the_next_but_one_is_made(tmp_path, monkeypatch):
+    """So that a network never waits for its last tensor unrounded."""
+    config = ARCHITECTURES["olmo2"]()
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    source = make(config, tmp_path / "source")
+    events, making, packing = [], formats.make_weight, Packed.__init__
+
+    def make_weight(file, module, *rest):
+        events.append(int(re.search(r"layers\.(\d)", module)[1]))
+        return making(file, module, *rest)
+
+    def init(self, matrices, *rest):
+        events.append("packed")
+        packing(self, matrices, *rest)
+
+    monkeypatch.setattr(formats, "make_weight", make_weight)
+    monkeypatch.setattr(Packed, "__init__", init)
+    quantized, _ = write(source, tmp_path, FORMATS["fp8, blocks"])
+    with LLM(quantized, **SMALL, quantization="int8"):
+        pass
+    products = (events.count("packed") - 1) // 4  # and the head
+    for layer in range(1, 4):
+        assert events[:events.index(layer)].count("packed") == products * (layer - 1)
+    assert products > 1 and events.count(3) == 7
 
 
 def test_gpt_oss_own_files_are_read(tmp_path):
@@ -157,9 +233,8 @@ def test_a_wrapping_keeps_its_own_4_bits(tmp_path, name):
 def test_what_stays_is_said_with_its_share_of_the_bytes(made, capfd):
     texts(made["gpt-oss"], quantization="int8")
     model = AutoModelForCausalLM.from_pretrained(made["gpt-oss"])
-    total = sum(p.nbytes for p in model.parameters())
-    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
-    assert f"({'GptOssExperts'} {experts / total:.0%}, Embedding " in capfd.readouterr().err
+    share = model.model.embed_tokens.weight.nbytes / sum(p.nbytes for p in model.parameters())
+    assert f"stay as they are (Embedding {share:.0%}" in capfd.readouterr().err
     texts(made["gpt-oss"])
     assert "stay as they are" not in capfd.readouterr().err
 
