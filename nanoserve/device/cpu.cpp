@@ -573,6 +573,8 @@ template <class T> struct Attention {
     // scores (rows, 16 n) = q K^T. Meanwhile V is fetched, which is read next.
     void score(const Piece *pieces, long n, const Tiling &tiling, const uint32_t *packed,
                long q_units, const float *q_scales, float *scores) const {
+        // Nobody writes what fills a head up. On matrix tiles it is read, and is zero.
+        const long units = ON_TILES<T> ? units_in<T>(head_dim) : ceil_div(head_dim, PER_UNIT<T>);
         for (long p = 0, width = tiling.panels; p < n; p += width) {
             while (p + width > n) width /= 2;
             const uint32_t *keys[4], *next[4];
@@ -584,7 +586,7 @@ template <class T> struct Attention {
             for (long t = 0; t < tiling.tiles; t++)
                 loop_of(tiling, width)(
                     packed + t * tiling.rows * q_units, q_scales + t * tiling.rows, keys,
-                    t ? nullptr : next, 1, units_in<T>(head_dim),
+                    t ? nullptr : next, 1, units,
                     scores + t * tiling.rows * WIDTH + p * PANEL, WIDTH, false);
         }
     }
