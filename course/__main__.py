@@ -45,8 +45,9 @@ def main(words: list[str]) -> int:
         case _, "reveal", []:
             print(plain(f"{task.text}\n\n{task.folded[0]}"))
         case _, _, []:
+            print(f"{number}. {task.title}\n\n{plain(task.text)}\n")
             make(task, place)
-            print(f"{number}. {task.title}\n\n{plain(task.text)}\n\nYour copy: {place}")
+            print(f"Your copy: {place}")
         case _, _, ["check"]:
             return check(task, place)
         case "exercise", _, ["hint", *which] if which in ([], ["1"], ["2"], ["3"]):

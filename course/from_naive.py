@@ -46,8 +46,7 @@ def table() -> str:
              "KV held, at most | seconds |", f"|{' --- |' + 6 * ' ---: |'}"]
     for name, counts in rows.items():
         cells = [f"{counts[key]:,}" for key in ("tokens", "padding", "steps", "largest")]
-        cells.append(f"{counts['held'] * token_bytes / 1e6:.2f} MB")
-        cells.append(f"{counts['seconds']:.2f}")
+        cells += [f"{counts['held'] * token_bytes / 1e6:.2f} MB", f"{counts['seconds']:.2f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

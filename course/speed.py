@@ -17,7 +17,6 @@ import torch
 
 from benchmarks import roofline
 from benchmarks.meter import serve
-from benchmarks.roofline import Machine, Work
 from benchmarks.workloads import Shape, generate
 from nanoserve import LLM
 from nanoserve.frontend.command import command
@@ -39,7 +38,7 @@ class Run:
     part: str = DECODES
     num_tokens: int = 0  # in the steps that count of the fastest round
     seconds: float = float("inf")
-    work: list[Work] | None = None
+    work: list[roofline.Work] | None = None
 
     def measure(self, llm: LLM, rounds: int) -> None:
         """Other programs only ever make a round longer, so the fastest counts."""
@@ -54,7 +53,7 @@ class Run:
                               DECODES: (meter.steps[count:], last - first)}[self.part]
             if seconds < self.seconds:
                 self.seconds = seconds
-                self.work = [Work.of(step, llm.model_config.windows) for step in steps]
+                self.work = [roofline.Work.of(one, llm.model_config.windows) for one in steps]
                 self.num_tokens = sum(len(new) for step in steps for new in step.grown.values())
                 if self.part != DECODES:
                     self.num_tokens += result["num_prompt_tokens"]
@@ -85,7 +84,7 @@ def main(model: str | None = None, short: int = 32, long: int = 512, rounds: int
     name = roofline.built_in(model or "")
     if model and not name:
         raise ValueError(f"there is no model {model!r}: choose one of {[*roofline.MODELS]}")
-    runs, machine = plan(short, long), Machine(0, 0)
+    runs, machine = plan(short, long), roofline.Machine(0, 0)
     with tempfile.TemporaryDirectory() as folder:
         usual = dict(model=BUNDLED_MODEL) if not name else dict(
             model=roofline.write_config(name, Path(folder)), load_format="dummy")

@@ -12,7 +12,8 @@ from pages import ROOT
 from scratch_copies import before_and_after
 
 from course import __main__ as course
-from course.scratch import find, tasks
+from course import scratch
+from course.scratch import Task, find, tasks
 
 pytestmark = pytest.mark.floor
 EXERCISES = tasks("exercise")
@@ -90,10 +91,33 @@ def test_a_terminal_shows_text_and_no_marks():
     assert course.plain(page) == "One (two), nanoserve/a.py, b c (d.md):\n\npython a * b\n"
 
 
-def test_a_copy_that_is_there_is_left_alone(tmp_path, monkeypatch):
+def test_a_copy_that_is_there_is_left_alone(tmp_path, monkeypatch, capsys):
+    """And its text can be read again."""
     monkeypatch.setattr(course, "ROOT", tmp_path)
     (tmp_path / "scratch/exercise-1").mkdir(parents=True)
     with pytest.raises(ValueError, match="is there already"):
         course.main(["1"])
+    assert "A sequence is a list of tokens" in capsys.readouterr().out
     with pytest.raises(ValueError, match="is not there"):
         course.main(["2", "check"])
+
+
+def test_an_interrupted_copy_is_none_and_a_users_own_git_is_no_obstacle(tmp_path, monkeypatch):
+    """An interrupted one had the solution in it. Some people sign each commit."""
+    monkeypatch.setattr(scratch, "COPIED", ["nanoserve"])
+    (tmp_path / "config").write_text("[commit]\ngpgsign = true\n[user]\nsigningkey = nobody\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
+    task, place = EXERCISES["1"], tmp_path / "scratch/exercise-1"
+    for owner, name, does, raised in ((scratch.shutil, "which", lambda _: None, ValueError),
+                                      (Task, "seal", interrupt, KeyboardInterrupt)):
+        with monkeypatch.context() as patch, pytest.raises(raised, match="install it|^$"):
+            patch.setattr(owner, name, does)
+            scratch.make(task, place)
+        assert not place.exists()
+    scratch.make(task, place)
+    assert "exercise 1: write" in (place / task.file).read_text(encoding="utf-8")
+    assert [one.name for one in place.parent.iterdir()] == ["exercise-1"]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
