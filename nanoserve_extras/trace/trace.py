@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-wait", type=amount, default=0.0,
                         help="seconds that the first of an idle engine waits for others")
     parser.add_argument("--limit", type=amount, nargs="+", metavar="SECONDS", default=[],
-                        help="who has a first token by then? One limit, or one for each priority")
+                        help="who has a first token by then? One, or one a priority, lowest first")
     parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
     parser.add_argument("--json", metavar="FILE", help="write Chrome trace JSON, for Perfetto")
     args = parser.parse_args(argv)
@@ -136,10 +136,7 @@ class Arrival:
 def parse(request: str) -> Arrival:
     """ "10:5:8" -> ten prompt tokens, the first eight of them everybody's, five to generate."""
     try:
-        numbers = [int(number) for number in request.split(":")]
-        if len(numbers) > 3:
-            raise ValueError
-        return Arrival(*numbers)
+        return Arrival(*map(int, request.split(":", 2)))
     except (ValueError, TypeError):
         raise ValueError(f"request {request!r} must be PROMPT:OUTPUT[:SHARED], whole numbers of at "
                          "least 1, SHARED at most PROMPT") from None
@@ -148,8 +145,11 @@ def parse(request: str) -> Arrival:
 def read_csv(path: Path) -> list[Arrival]:
     """Lines of `seconds,prompt,output[,shared[,priority]]`, or a header with these names in any
     order."""
-    with path.open(newline="", encoding="utf-8-sig") as file:  # Excel writes a BOM
-        lines = [line for line in csv.reader(file) if line]
+    try:  # Excel writes a BOM
+        with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+            lines = [line for line in csv.reader(file) if line]
+    except csv.Error as error:
+        raise ValueError(f"{path} must be lines of seconds,prompt,output: {error}") from None
     names = ["seconds", "prompt", "output", "shared", "priority"]
     if lines and lines[0][0].strip()[:1].isalpha():
         names = [name.strip().lower() for name in lines.pop(0)]
@@ -164,8 +164,10 @@ def read_csv(path: Path) -> list[Arrival]:
                 int(cells["prompt"]), int(cells["output"]), int(cells.get("shared") or 0),
                 float(cells["seconds"]), int(cells.get("priority") or 0)))
         except (ValueError, KeyError):
-            raise ValueError(f"{path}, request {number}: {','.join(line)!r} must be "
+            raise ValueError(f"{path}, request {number}: {','.join(line)[:80]!r} must be "
                              "seconds,prompt,output[,shared[,priority]]") from None
+    if not arrivals:
+        raise ValueError(f"{path} has no requests: write seconds,prompt,output a line")
     return sorted(arrivals, key=lambda arrival: arrival.seconds)
 
 
@@ -247,14 +249,13 @@ class Simulation:
 
     def summary(self, limits: list[float] = ()) -> str:
         """The number of steps, and `generate(summarize=True)`'s line, in simulated seconds; then a
-        line for each priority. limits: of the time to a first token, one or as many as priorities.
-        """
+        line for each priority. limits: seconds to a first token, one or as many as priorities."""
         metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
         lines = [f"{self.extras[0].num_steps:,} steps, {summary(metrics, self.now)}"]
         priorities = sorted({seq.request.priority for seq in self.seqs})
         if len(limits) not in (0, 1, len(priorities)):
             raise ValueError(f"--limit has {len(limits)} numbers: name one, or one for each of the "
-                             f"{len(priorities)} priorities")
+                             f"priorities {priorities}, in this order")
         for i, priority in enumerate(priorities if limits or len(priorities) > 1 else ()):
             some = [one for one, seq in zip(metrics, self.seqs, strict=True)
                     if seq.request.priority == priority]
@@ -263,8 +264,8 @@ class Simulation:
                          f"{duration(percentile(ttft, 50))}")
             if limits:
                 limit = limits[i % len(limits)]
-                lines[-1] += f", {sum(one <= limit for one in ttft) / len(ttft):.1%} "
-                lines[-1] += f"within {limit:g} s"
+                in_time = sum(one <= limit for one in ttft) / len(ttft)
+                lines[-1] += f", {in_time:.1%} within {limit:g} s"
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -299,18 +300,17 @@ def _reasons(scheduler: Scheduler, step: Step, seqs: list[Sequence]) -> list[str
     idle = [seq for seq in seqs if seq not in step.num_new_tokens and seq not in step.preempted
             and seq.finish_reason is None]
     said += [f"{seq.name} {waits.of[seq]}" for seq in idle if seq in waits.of]
-    behind = [seq for seq in idle if seq not in waits.of]
-    if behind:
+    if behind := [seq for seq in idle if seq not in waits.of]:
         said.append(f"{', '.join(seq.name for seq in behind)} "
                     f"stand{'s' if len(behind) == 1 else ''} behind {waits.next_in_line.name}")
     return said
 
 
 def _make_sequence(i: int, arrival: Arrival) -> Sequence:
-    """The 27th request is called A1: letters read better than numbers beside so many numbers."""
-    shared = range(arrival.num_shared)
+    """The 27th request is called A1: letters read better than numbers beside so many numbers. Its
+    own tokens are negative, so that they never look like shared ones."""
     own = range(arrival.num_prompt - arrival.num_shared)
-    tokens = [*shared, *(100 * (i + 1) + n for n in own)]
+    tokens = [*range(arrival.num_shared), *(-100 * (i + 1) - n for n in own)]
     params = SamplingParams(temperature=0, max_tokens=arrival.num_output)
     core = CoreRequest(f"{chr(ord('A') + i % 26)}{i // 26 or ''}", params, i, arrival.priority,
                        arrival.seconds, max_num_tokens=arrival.num_prompt + arrival.num_output)

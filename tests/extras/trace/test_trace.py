@@ -118,6 +118,24 @@ def test_a_header_that_lacks_a_column_is_named(tmp_path):
         read_csv(tmp_path / "a.csv")
 
 
+@pytest.mark.parametrize("data, says", [
+    (b"", "no requests"), (b"seconds,prompt,output\n", "no requests"),
+    (b"0," + 200_000 * b"1" + b",3\n", "must be lines of seconds,prompt,output: field larger"),
+    ("seconds,prompt\n0,1".encode("utf-16"), "must be seconds,prompt,output")])
+def test_what_is_no_list_of_arrivals_is_refused_by_name(tmp_path, data, says):
+    """Not: an empty table, a traceback of the csv module, or a codec's sentence."""
+    (tmp_path / "a.csv").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"a\.csv.* {says}"):
+        read_csv(tmp_path / "a.csv")
+
+
+def test_only_shared_tokens_are_shared():
+    """A's own tokens stand where B's shared ones go on, and are not taken for them."""
+    simulation = Simulation([parse("200:1:100"), parse("200:1:200")], 64, 200, 4, 2)
+    simulation.finish()
+    assert [seq.num_cached_tokens for seq in simulation.seqs] == [0, 100]
+
+
 def test_the_clock_is_simulated():
     """10 ms a step and 1 ms a token, by hand. A arrives at 0: its 5 tokens take 15 ms, its second
     token 11 ms more. B arrives at 20 ms, inside that step, and starts when it ends, at 26 ms: 4
@@ -143,7 +161,7 @@ def test_many_requests_have_a_summary_and_no_table(tmp_path):
     ("--request 50:1", "raise --blocks"), ("--html no/such/folder.html", "no/such"),
     ("--csv no-such-file.csv", "no-such-file"), ("--budget 0", "--budget: .* at least 1, got '0'"),
     ("--blocks 1.5", "--blocks: .* whole"), ("--step-ms nan", "--step-ms: must be a number"),
-    ("--limit 1 2", "--limit has 2 numbers: name one")])
+    ("--limit 1 2", "--limit has 2 numbers: name one, or one for each of the priorities .0.")])
 def test_what_cannot_run_is_explained_in_this_commands_words(capsys, args, says):
     with pytest.raises(SystemExit):
         main(args.split())
