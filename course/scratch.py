@@ -131,7 +131,7 @@ def make(task: Task, place: Path) -> None:
     if place.exists():
         raise ValueError(f"{place} is there already: go on in it, or delete it to begin anew")
     if shutil.which("git") is None:
-        raise ValueError("the command git is not there, which keeps a copy's original: install it")
+        raise ValueError("git is not there: install it, because a copy keeps its original in git")
     part = place.with_name(f"{place.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(ROOT, part, ignore=unwanted)
