@@ -76,11 +76,11 @@ def make_foreign_head(asked: EngineConfig, config: ModelConfig, folder: Path,
     def tensors():
         own = (one for one in stored_tensors(folder, asked.load_format) if one[1].startswith(OWN))
         if config.quantization:  # before they have other names, which say how each is stored
-            own = on.assemble(own, config.quantization)
+            own = on.assemble(own, config.quantization, later=True)
         for file, name, tensor in own:
             part = name.removeprefix(OWN)
             if part.split(".")[0] in FIRST:
-                first[part] = tensor[:]
+                first[part] = (tensor if isinstance(tensor, torch.Tensor) else tensor())[:]
             else:
                 yield file, f"model.{part}", tensor
 

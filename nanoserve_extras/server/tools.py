@@ -226,7 +226,7 @@ class TurnReader:
             if ended == "stop" and not self.is_kept:  # nothing that was written is lost
                 self._say(piece, self.rest)
                 self.rest = ""
-            elif ended or self.is_kept:
+            elif ended or reads:
                 self._tell(piece, call)
                 self.next_read = len(self.rest) * 1.02
             return None

@@ -91,6 +91,9 @@ def called(draw) -> tuple[dict, dict]:
                 required=list(arguments)), arguments
 
 
+NO_ARGUMENTS = dict(type="object", properties={}, required=[])
+
+
 def is_plain(name: str, value) -> bool:
     """Whether the format has an unambiguous way to write the value. Between markers a text can't
     hold the marker; Python's lists are not JSON's in LFM's."""
@@ -99,7 +102,7 @@ def is_plain(name: str, value) -> bool:
         return True
     held = [mark.strip() for mark in (form.close, form.text[1], form.value[1], *(
         ["<|\"|>"] if form.is_marked else []))]
-    if any(mark and mark in text for mark in held) or "\r" in text or "\\u" in text:
+    if any(mark and mark in text for mark in held) or "\\r" in text or "\\u" in text:
         return False
     if name.startswith("LFM") and isinstance(value, (list, float, bool)):
         return not any(mark in text for mark in "'\"") and "\\" not in text
@@ -118,6 +121,16 @@ def test_a_template_without_calls_gives_no_warning_before_there_is_a_call(recwar
 def test_every_template_of_today_is_derived_and_proved(name):
     assert FORMATS[name].why == ""
     assert bool(FORMATS[name].between) == (name not in ("gpt-oss", "Llama 3.1"))
+
+
+@every_format
+def test_a_name_that_begins_like_another_is_told_when_it_is_whole(name):
+    schemas = {"get_it": NO_ARGUMENTS, "get": NO_ARGUMENTS}
+    prompt, text = written(name, [tool(*one) for one in schemas.items()],
+                           tool_calls=calls_of(("get_it", {})))
+    for cut in range(len(text)):
+        reader = TurnReader(FORMATS[name], schemas, prompt, kept=True)
+        assert [call.name for call in read(reader, text, [cut], "stop").calls] == ["get_it"]
 
 
 @every_format
