@@ -6,7 +6,7 @@ a network give way to ours where these compute the same:
     nn.Linear, Conv1D                           Packed: ops.linear, or a product of small weights
     one vector, one eps                         Norm: ops.rms_norm by the vector, or by 1 + it
     gate, up and down, or gate_up and down      Gated: Packed ─ ops.act_and_mul ─ Packed
-    experts in one parameter, to be rounded     Experts: two Packed each, and their own gate between
+    the slice of one expert, to be rounded      PackedExpert, in transformers' loop over experts
 
 Invariant: **names and classes say nothing, numbers do.** A copy of each part goes through a trial
 in float32, with a weight of the trial's own, or matrices of one number a row (`Picks`), so that no
@@ -17,15 +17,14 @@ table of transformers' classes would grow with each version of it.
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
 from copy import copy
-from functools import partial
 from itertools import permutations, product
 from types import ModuleType, SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve import ops
@@ -35,7 +34,6 @@ from nanoserve.layers import Linear, Placement
 from nanoserve.parallel.ranks import Span
 from nanoserve_extras.foreign.foreign_weights import towers_of
 from nanoserve_extras.foreign.latent import keep_latents
-from nanoserve_extras.quantization.quantized_experts import add_up
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
 SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # the rows of a trial
@@ -87,6 +85,31 @@ class Packed(nn.Module):
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
+class PackedExpert(Shape):
+    """One expert's matrix, where transformers' own loop looks for a slice of a 3-D parameter. It
+    says F.linear(x, slice), or x @ slice where the parameter is transposed, and adds a bias."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, is_transposed: bool, on: Placement,
+           kept: list[Quantised | None]) -> "PackedExpert":
+        """weight: (outputs, inputs), or (inputs, outputs) if transposed. kept: as in `Packed`, for
+        each of the parts that its rows are joined of."""
+        whole = weight.T.contiguous() if is_transposed else weight
+        parts = {str(i): SimpleNamespace(weight=nn.Parameter(part, requires_grad=False), bias=None)
+                 for i, part in enumerate(whole.split(len(whole) // len(kept)))}
+        expert = torch.empty(weight.shape, dtype=on.dtype, device="meta").as_subclass(cls)
+        expert.packed = Packed(parts, on, kept)
+        expert.product = ("__matmul__", "matmul") if is_transposed else ("linear",)
+        return expert
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if not kwargs and len(args) == 2 and type(args[1]) is cls and (
+                function.__name__ in args[1].product):
+            return args[1].packed(args[0])
+        return super().__torch_function__(function, types, args, kwargs)
+
+
 class Norm(nn.Module):
     """By `weight`, or by 1 + `weight` if there is an offset. Some ask for the weight's dtype."""
 
@@ -109,38 +132,6 @@ class Gated(nn.Module):
         both = self.gate_up(x.reshape(-1, x.shape[-1]))
         out = self.down(self.ops.act_and_mul(both, self.activation))
         return out.view(*x.shape[:-1], out.shape[-1])
-
-
-class Experts(nn.Module):
-    """A mixture's experts, each with matrices of its own. own: those of transformers, which declare
-    how they lie (`use_experts_implementation`). pack: makes a product of named matrices."""
-
-    def __init__(self, own: nn.Module, pack: Callable[..., nn.Module]):
-        super().__init__()
-        gate = copy(own)
-        gate._parameters = {}  # what is left of it has the sizes and the activation
-        self.gate, stored = [gate], dict(own.named_parameters())  # a list: it is no layer
-        self.layers = nn.ModuleList()
-        for i in range(len(own.gate_up_proj)):
-            up, down = (SimpleNamespace(
-                weight=stored[name][i].mT.contiguous() if own.is_transposed else stored[name][i],
-                bias=stored[f"{name}_bias"][i] if own.has_bias else None)
-                for name in ("gate_up_proj", "down_proj"))
-            matrices = {"gate_up_proj": up}
-            if own.is_concatenated and not own.has_bias:  # as files name them
-                gate, up = up.weight.chunk(2)
-                matrices = {"gate_proj": SimpleNamespace(weight=gate, bias=None),
-                            "up_proj": SimpleNamespace(weight=up, bias=None)}
-            self.layers.append(nn.ModuleList([pack(i, matrices), pack(i, {"down_proj": down})]))
-
-    def forward(self, hidden: torch.Tensor, ids: torch.Tensor,
-                weights: torch.Tensor) -> torch.Tensor:
-        """hidden (num_tokens, hidden_size); ids and weights (num_tokens, experts per token)."""
-        def answer(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            up, down = self.layers[expert]
-            return down(self.gate[0]._apply_gate(up(rows)))
-
-        return add_up(answer, hidden, weights, ids)
 
 
 # ------------------------------------------------------------------ the trials
@@ -212,47 +203,6 @@ def roles(part: nn.Module, on: Placement) -> tuple[list[str], str, str] | None:
     return None
 
 
-def mixture_of(part: nn.Module) -> int:
-    """How many experts a part holds, in parameters for all of them or in layers; 0: it is none."""
-    if isinstance(part, Experts):
-        return len(part.layers)
-    return len(part.gate_up_proj) if getattr(part, "has_gate", False) and isinstance(
-        getattr(part, "gate_up_proj", None), nn.Parameter) else 0
-
-
-class Multiplies(nn.Module):
-    """In a trial, in the place of a `Packed`."""
-
-    def __init__(self, matrices: dict):
-        super().__init__()
-        self.matrices = matrices
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([F.linear(x, one.weight, one.bias)
-                          for one in self.matrices.values()], -1)
-
-
-def are_usual(part: nn.Module, on: Placement) -> bool:
-    """Whether experts compute what ours do. In the trial they are of 16 numbers."""
-    count, trial, numbers = mixture_of(part), copy(part), torch.Generator().manual_seed(0)
-    shapes = dict(gate_up_proj=(count, 16, 32) if part.is_transposed else (count, 32, 16),
-                  down_proj=(count, 16, 16))
-    if part.has_bias:
-        shapes |= dict(gate_up_proj_bias=(count, 32), down_proj_bias=(count, 16))
-    if part.has_post_expert_norm or shapes.keys() != dict(part.named_parameters()).keys():
-        return False
-    trial._parameters = {name: nn.Parameter(torch.randn(shape, generator=numbers).to(on.device))
-                         for name, shape in shapes.items()}
-    ours = Experts(trial, lambda i, matrices: Multiplies(matrices))
-    x = (SIZES * torch.randn(len(SIZES), 16, generator=numbers)).to(on.device)
-
-    def run(experts: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        ids = torch.tensor([[count - 1, 0]], device=rows.device).expand(rows.shape[1], 2)
-        return experts(rows[0], ids, torch.tensor([[0.75, 0.25]]).to(rows).expand(ids.shape))[None]
-
-    return agree(partial(run, trial), partial(run, ours), x, noise=1e-5)
-
-
 # ----------------------------------------------------------------- the network
 
 
@@ -263,7 +213,7 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
     stays. A router, an `nn.Linear` with an output for each expert, is not rounded."""
     head, top = network.get_output_embeddings(), network.get_submodule(below)
     towers, rounds = towers_of(network) if sees else (), on.linear is not Linear
-    routed = {mixture_of(module) for module in network.modules()} if rounds else ()
+    routed = {len(one.down_proj) for one in network.modules() if hasattr(one, "is_transposed")}
     if on.device.type == "cpu":
         keep_latents(top)
 
@@ -278,12 +228,11 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
             if child in towers or isinstance(child, Linear):
                 continue
             if type(child) in (nn.Linear, Conv1D):
-                if not (type(child) is nn.Linear and child.out_features in routed):
+                if not (rounds and type(child) is nn.Linear and child.out_features in routed):
                     setattr(module, name, packed(path, {name: child}))
-            elif rounds and type(child) is not Experts and mixture_of(child):
-                if on.device.type == "cpu" and are_usual(child, on):  # a loop that reads ids
-                    setattr(module, name, Experts(child, lambda i, found, inner=inner: packed(
-                        f"{inner}.{i}", found)))
+            elif hasattr(child, "is_transposed"):  # it comes with `use_experts_implementation`
+                if rounds and on.device.type == "cpu":
+                    pack_experts(inner, child, on, kept)
             elif len(inspect.signature(child.forward).parameters) != 1:
                 continue
             elif norm := our_norm(child, on):
@@ -293,6 +242,32 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
                 setattr(module, name, Gated(
                     packed(inner, {one: getattr(child, one) for one in first}),
                     packed(inner, {last: getattr(child, last)}), activation, on.ops))
+
+
+def pack_experts(path: str, experts: nn.Module, on: Placement,
+                 kept: dict[str, Quantised]) -> None:
+    """Pack the matrices of a layer's experts, one at a time. transformers' plain loop over the
+    chosen experts then multiplies with them; it reads their numbers, for which a GPU would wait."""
+    experts.config._experts_implementation = "eager"
+    experts._is_hf_initialized = True  # see `Shape`
+    for name, matrices in [*experts.named_parameters(recurse=False)]:
+        if matrices.dim() == 3:
+            delattr(experts, name)
+            parts = joined_of(experts.config.model_type, name)
+            mine = [PackedExpert.of(matrix, experts.is_transposed, on, [
+                kept.get(translated(f"{path}.{i}.{part}")) for part in parts])
+                for i, matrix in enumerate(matrices)]
+            setattr(experts, name, mine)
+            experts.add_module(f"packed_{name}", nn.ModuleList(one.packed for one in mine))
+
+
+def joined_of(model_type: str, name: str) -> list[str]:
+    """How a checkpoint calls what transformers joins to an expert's rows of this parameter, in
+    their order: gate_proj.weight and up_proj.weight, or w1.weight and w3.weight."""
+    for one in get_checkpoint_conversion_mapping(model_type) or ():
+        if isinstance(one, WeightConverter) and one.target_patterns[0].endswith(f".{name}"):
+            return [source.rpartition("*.")[2] for source in one.source_patterns]
+    return [name]
 
 
 def say_what_stays(network: nn.Module, on: Placement) -> None:

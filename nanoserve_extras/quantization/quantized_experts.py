@@ -36,21 +36,12 @@ class QuantisedExperts(nn.ModuleDict):
                 ids: torch.Tensor) -> torch.Tensor:
         """hidden (num_tokens, hidden_size); weights and ids (num_tokens, experts per token).
         Returns this rank's share of the sum, as `ops.experts` does."""
-        def answer(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden, dtype=torch.float32)
+        for expert in ids.unique().tolist():
+            tokens, column = (ids == expert).nonzero(as_tuple=True)
             layers = self[str(expert)]
-            both = layers["gate_up_proj"].multiply(rows)
-            return layers["down_proj"].multiply(self.ops.act_and_mul(both, self.activation))
-
-        return add_up(answer, hidden, weights, ids)
-
-
-def add_up(answer: Callable[[int, torch.Tensor], torch.Tensor], hidden: torch.Tensor,
-           weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The weighted sums of the experts' answers. answer: what an expert makes of some rows of
-    `hidden`. Shapes: as in `QuantisedExperts.forward`."""
-    out = torch.zeros_like(hidden, dtype=torch.float32)
-    for expert in ids.unique().tolist():
-        tokens, column = (ids == expert).nonzero(as_tuple=True)
-        rows = answer(expert, hidden[tokens]).float()
-        out.index_add_(0, tokens, rows * weights[tokens, column, None])
-    return out.to(hidden.dtype)
+            inner = self.ops.act_and_mul(layers["gate_up_proj"].multiply(hidden[tokens]),
+                                         self.activation)
+            answer = layers["down_proj"].multiply(inner)
+            out.index_add_(0, tokens, answer.float() * weights[tokens, column, None])
+        return out.to(hidden.dtype)

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from weight_kinds import needs_compiler
 
 from nanoserve import LLM, SamplingParams
-from nanoserve_extras.foreign.foreign_layers import Experts, Packed
+from nanoserve_extras.foreign.foreign_layers import Packed
 from nanoserve_extras.quantization import formats
 
 PROMPTS = [[7, 200, 31, 4], [99] * 3 + [5, 17, 250, 33, 8, 121, 64, 2, 78, 3, 11, 90, 41, 6], [12]]
@@ -62,10 +62,10 @@ def rounded(source, folder, quantization):
         head.weight, model.config.tie_word_embeddings = nn.Parameter(head.weight.clone()), False
     experts = [module for module in model.modules() if hasattr(module, "is_transposed")]
     for module in experts:
-        for stack in (module.gate_up_proj, module.down_proj):
+        for stack in [one for one in module.parameters(recurse=False) if one.dim() == 3]:
             for one in stack.mT if module.is_transposed else stack:
                 one.copy_(ROUNDED[quantization](one).float())
-    counts = [len(module.gate_up_proj) for module in experts]
+    counts = [len(module.down_proj) for module in experts]
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, Conv1D) and not name.endswith("kv_b_proj") and getattr(
                 module, "out_features", None) not in counts:
@@ -88,7 +88,8 @@ def test_the_text_is_that_of_the_rounded_weights(made, tmp_path, name, quantizat
     assert texts(made[name], quantization=quantization, kernels=kernels) == expected
 
 
-MIXTURES = {name: HYBRIDS[name] for name in ("qwen3.5-moe", "lfm2-moe", "granite4-h")} | {
+MIXTURES = {name: HYBRIDS[name] for name in (  # nemotron-h's have no gate
+    "qwen3.5-moe", "lfm2-moe", "granite4-h", "nemotron-h")} | {
     "glm4-moe-lite": MODELS["glm4-moe-lite"],
     "gemma4-moe": lambda: Gemma4TextConfig(  # its router is an `nn.Linear`
         **GQA, head_dim=8, global_head_dim=16, sliding_window=13, hidden_size_per_layer_input=0,
@@ -122,9 +123,9 @@ def test_experts_of_a_file_are_what_it_means(tmp_path, form, quantization):
     assert texts(quantized, quantization=quantization) == reference(dense) != reference(source)
     if quantization == "int4":
         with LLM(quantized, **SMALL, quantization=quantization) as llm:
-            sizes = {packed.linear.packed.size for module in llm.runner.model.modules()
-                     if isinstance(module, Experts) for packed in module.layers[1]}
-        assert 0 not in sizes
+            sizes = [one.linear.packed.size for path, one in llm.runner.model.named_modules()
+                     if ".experts.packed_" in path and isinstance(one, Packed)]
+        assert sizes and 0 not in sizes
 
 
 @needs_compiler
