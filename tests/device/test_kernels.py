@@ -171,7 +171,8 @@ SHAPES = [((2, 2), 32, 16), ((4, 2), 64, 16), ((4, 1), 80, 32), ((5, 1), 128, 16
           ((8, 1), 64, 64), ((4, 2), 128, 64), ((10, 2), 32, 32), ((2, 2), 80, 64)]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(  # which only rounds otherwise
+    torch.float16, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("heads, head_dim, block_size", SHAPES, ids=str)
 def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype):
     """In float16, which only rounds otherwise, each with one number of splits."""

@@ -17,6 +17,7 @@ from test_hidden_drafts import make_head
 from test_new_weights import PROMPTS, SMALL, as_dict, as_folder, as_iterator, fresh, texts
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import nanoserve_extras.quantization.formats  # noqa: F401 - its tables stay
 from nanoserve import LLM, SamplingParams
 from nanoserve_extras.drafts.speculative import Speculation
 from nanoserve_extras.foreign import foreign_layers  # noqa: F401
@@ -45,7 +46,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+RARE = ("plain torch, tied", "int4", "transformers, tied", "a draft network")
+
+
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[pytest.mark.full] * (kind in RARE)) for kind in KINDS])
 def test_no_memory_of_a_network_is_left_and_every_bit_comes_back(checkpoints, tmp_path, kind,
                                                                  monkeypatch):
     """What counts are the storages, which C++ may hold where Python sees nothing: the base of a

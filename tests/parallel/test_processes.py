@@ -125,7 +125,7 @@ def test_a_child_is_killed_in_the_middle_of_a_step(start, overlap):
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("when", ["idle", "in a step"])
+@pytest.mark.parametrize("when", [pytest.param("idle", marks=pytest.mark.full), "in a step"])
 def test_a_child_that_hangs_is_dead(start, monkeypatch, expected, when):
     """Before that, an engine whose user holds Python's lock for longer than heartbeats may be
     missed serves as ever. (json.loads of a large file ended it, and rank 1 was named.)"""
