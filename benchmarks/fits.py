@@ -8,12 +8,13 @@ engine holds of it in int8 or int4, by the rules of docs/quantization.md:
 
     a matrix of a layer     1 byte a number, and 4 a row        half a byte, and 4 for 32 of a row
     an LM head              1 byte, and 4 a row                 the same
-    experts of ours         as other matrices                   and in networks of transformers' 2
+    experts                 as other matrices, on a CPU
     all else                2 bytes
 
-Loading takes what is held in 16 bits where transformers runs the network, for it is read whole
-before it is rounded. Beside the weights: keys and values of 8,192 tokens in 16 bits, and 1 GB for
-Python and its libraries. A machine of 16 GB has 15 for all of it.
+Where transformers runs the network, loading takes its two largest tensors in 16 bits more, but not
+more than all of it: a block of layers is rounded when it has come, and a layer's experts come as
+one. Beside the weights: keys and values of 8,192 tokens in 16 bits, and 1 GB for Python and its
+libraries. A machine of 16 GB has 15 for all of it.
 """
 
 import argparse
@@ -99,14 +100,17 @@ def sizes_of(entries: dict) -> dict[str, Size]:
     head, cache = config.vocab_size * config.hidden_size, cache_of(config, entries) * TOKENS
     plain = sum(p.numel() for p in network.parameters()) * 2.0 + 2.0 * head * (not tied)
     matrices = [one.weight for one in network.modules() if type(one) is nn.Linear]
-    if ours:
-        matrices += [p for name, p in network.named_parameters() if "experts." in name]
+    for one in network.modules():
+        if hasattr(one, "is_transposed"):  # experts
+            matrices += [p.mT if one.is_transposed else p for p in one.parameters() if p.dim() == 3]
+    largest = max(2.0 * p.numel() for p in network.parameters())
     numbers = sum(p.numel() for p in matrices)
     lines = sum(p.numel() // p.shape[-1] for p in matrices)
     # The embedding that is the head has both forms where transformers looks rows up.
     wide = plain - 2.0 * numbers - 2.0 * head * (ours or not tied) + head + 4 * config.vocab_size
     held = {"bfloat16": plain, "int8": wide + numbers + 4 * lines, "int4": wide + 0.625 * numbers}
-    return {kind: Size(size, size if ours else plain, cache) for kind, size in held.items()}
+    return {kind: Size(size, size if ours else min(plain, size + 2 * largest), cache)
+            for kind, size in held.items()}
 
 
 def cache_of(config: transformers.PreTrainedConfig, entries: dict) -> float:

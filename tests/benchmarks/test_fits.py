@@ -15,7 +15,9 @@ NETWORKS = {
     "ours, one matrix at both ends": SMALL | dict(model_type="qwen3", tie_word_embeddings=True),
     "ours, experts": SMALL | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2,
                                   moe_intermediate_size=32, tie_word_embeddings=False),
-    "transformers'": SMALL | dict(model_type="smollm3", tie_word_embeddings=True)}
+    "transformers'": SMALL | dict(model_type="smollm3", tie_word_embeddings=True),
+    "transformers', experts": SMALL | dict(model_type="olmoe", num_experts=4, num_experts_per_tok=2,
+                                           tie_word_embeddings=False)}
 
 
 def test_the_page_has_what_is_computed():
