@@ -146,7 +146,7 @@ class BatchBuilder:
                  num_buffers: int = 2, extra: tuple[str, ...] = ()):
         self.block_size, width = block_size, -(-max_model_len // block_size)
         num_samples = max_num_seqs + min(max_num_seqs * num_drafts, max_num_batched_tokens)
-        self.most_samples = min(num_samples, max_num_batched_tokens)  # of what one step computes
+        self.most_samples = min(num_samples, max_num_batched_tokens)  # each is a computed token
         most = {"token": max_num_batched_tokens, "row": max_num_seqs,
                 "start": max_num_seqs + 1,  # each row's, and the end of the last
                 "block": max_num_seqs * width,

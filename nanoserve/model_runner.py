@@ -61,7 +61,7 @@ class RankParts:
 
     replaced: tuple[str, ...] = ()  # functions that have failed: device/trial.py
     num_drafts: int = 0  # the most that a step may guess for a row
-    sections: tuple[str, ...] = ()  # of the batch, that extras fill in some steps
+    sections: tuple[str, ...] = ()  # extras fill these of the batch in some steps
     traced: bool = False  # ranks tell when they computed
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers

@@ -38,7 +38,7 @@ class Thought:
     """How far one sequence has got in its thought. marks: the texts in front of and behind it."""
 
     extra: "ThinkingBudget"
-    most: int  # its budget
+    most: int  # the budget
     marks: tuple[str, str]
     closing: list[int]  # the second mark's tokens
     is_begun: bool
@@ -56,7 +56,7 @@ class Thought:
             text = self.extra.tokenizer.decode(ids[self.start:self.num_read]).lstrip()
             if text.startswith(self.marks[0]):
                 self.is_begun, self.start = True, self.num_read
-            else:  # what begins in another way has no thought: such a mark may be an argument's
+            else:  # another beginning has no thought: such a mark may be an argument's
                 self.is_over = not self.marks[0].startswith(text.rstrip("\ufffd"))
         return self
 
@@ -102,7 +102,7 @@ class ThinkingBudget(Extra):
 
     def __init__(self):
         super().__init__()
-        self.asked: WeakKeyDictionary[Request, Thought] = WeakKeyDictionary()  # of new requests
+        self.asked: WeakKeyDictionary[Request, Thought] = WeakKeyDictionary()  # by new requests
         self.thoughts: dict[Sequence, Thought] = {}
         self.due: dict[Sequence, Thought] = {}  # may meet their budget's end in the next step
         self.form_of = lru_cache(maxsize=8)(self._form_of)

@@ -247,8 +247,8 @@ SINKS = torch.tensor([-1e38, -2.0, 0.5, 1.0, 3.0, 60.0, 0.0, -0.5])
 @pytest.mark.parametrize("case", CASES)
 def test_attention(ops, dtype, case, window, softcap, sinks, image):
     """Against a loop over queries and keys. Dead slots hold infinities and NaN, other requests'
-    numbers, which must not leak in, not even multiplied by zero. image: of so many tokens, which
-    see each other, one behind the other from position 0 on."""
+    numbers, which must not leak in, not even multiplied by zero. image: all tokens are in images of
+    so many, which see each other."""
     shapes = SHAPES if dtype is not torch.float16 else SHAPES[1::2]
     if ops.__name__.endswith(".kernels"):  # the interpreter is slow: test_kernels has more of it
         if case != "few" or dtype is torch.float16:
@@ -263,8 +263,7 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale.clamp(min=1e-37)).round().double() * scale
 
 
-def check_attention(ops, dtype, shape, rows, window, softcap, sinks, stored=None,
-                    image=0) -> None:
+def check_attention(ops, dtype, shape, rows, window, softcap, sinks, stored=None, image=0) -> None:
     num_heads, num_kv_heads, head_dim, block_size = shape
     tables, num_blocks = scatter(rows, block_size)
     cache = ops.new_cache(num_blocks, block_size, num_kv_heads, head_dim, stored or dtype, CPU)
@@ -487,8 +486,7 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
                 ops.paged_attention(q, *cache, batch, 0.2), ops.argmax(logits),
                 ops.delta_rule(delta, *gates, states, torch.tensor([2, 0]),
                                torch.tensor([2] + [0] * 69), torch.tensor([0, 1, 70]).int()),
-                states,
-                ops.draw(logits, torch.ones(33), seeds, seeds)]
+                states, ops.draw(logits, torch.ones(33), seeds, seeds)]
 
     expected = everything()
     count_threads(4)
@@ -498,7 +496,6 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
 
 
 def test_a_cache_can_be_asked_for_its_size_alone(ops):
-    """The bytes of a block are counted before any cache is made: a real one of 16 blocks, zeroed,
-    took gigabytes where blocks are large."""
+    """A block's bytes are counted before any cache is made: a real one could take gigabytes."""
     for one in ops.new_cache(16, 16, 2, 24, torch.float32, torch.device("meta")):
         assert one.is_meta and one.nbytes >= 16 * 16 * 2 * 24 * 4

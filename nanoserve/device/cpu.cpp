@@ -280,7 +280,7 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
                 next[i] = list[i] + lines * PANEL;
             }
             for (long t = first_tile; t < end_tile; t++) {
-                alignas(64) float sums[16 * 4 * PANEL];  // of 32 rows and 2 panels on matrix tiles
+                alignas(64) float sums[16 * 4 * PANEL];  // 32 rows and 2 panels on matrix tiles
                 // Each of the last tiles fetches one of the next panels, so that memory does not
                 // rest meanwhile: the last tile panel 0. An only tile fetches all of them.
                 const long k = end_tile - 1 - t;

@@ -258,7 +258,7 @@ def _strange(where: str, content: object) -> ValueError:
 
 def _tidy_call(call: object) -> dict:
     """Raises `ValueError`."""
-    if isinstance(call, dict) and isinstance(own := call.get("custom"), dict):  # of one text
+    if isinstance(call, dict) and isinstance(own := call.get("custom"), dict):
         call = {"id": call.get("id"), "type": "function", "function": {
             "name": own.get("name"), "arguments": {"input": own.get("input")}}}
     if isinstance(call, dict) and "function" not in call:

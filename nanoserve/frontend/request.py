@@ -61,7 +61,7 @@ class Request:
     adapter_id: int = 0  # the number of this adapter, 0 for none
     root: CacheEntry | None = None  # parent of its first block
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
-    chat_template: str | None = None  # what wrote the prompt; None: the tokenizer's own, if any
+    chat_template: str | None = None  # it wrote the prompt; None: the tokenizer's own, if any
     make_span: Callable | None = None  # says where in a sample's text stop strings hold
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made

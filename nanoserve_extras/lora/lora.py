@@ -56,7 +56,7 @@ from nanoserve.sequence import CacheEntry, Step
 from nanoserve_extras.lora.options import LoRAOptions
 
 ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.PATH.keep)
-SECTION = "adapter_ids"  # of the batch, a row's number; empty where no row has an adapter
+SECTION = "adapter_ids"  # a row's number in the batch; empty where no row has an adapter
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT writes it in front of the modules' names

@@ -443,7 +443,7 @@ class Multimodal(Extra):
         shown = self.encoder.show(request.prompt_token_ids, pictures)
         for picture, first in zip(pictures, shown.firsts, strict=True):
             block, content = int(shown.places[first]) // self.block_size, picture.content
-            if self.encoder.mutual:  # what its tokens see is how they are laid out, too
+            if self.encoder.mutual:  # how its tokens are laid out decides what they see
                 own = shown.runs[1][first:first + picture.num_tokens] - shown.places[first]
                 content += own.astype(np.int32).tobytes()
             request.contents[block] = request.contents.get(block, b"") + content

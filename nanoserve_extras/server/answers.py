@@ -42,7 +42,7 @@ from nanoserve_extras.server.tools import TurnReader
 MIN_LOGPROB = -9999.0  # vLLM's
 SILENCE, WITH_PROGRESS = 5.0, 1.0  # seconds that a stream may be silent
 INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*)')
-HALF = re.compile("[\ud800-\udbff]\\Z")  # of a character that JSON writes in two halves
+HALF = re.compile("[\ud800-\udbff]\\Z")  # JSON writes some characters in two halves
 COMMENT = b": still at work\n\n"
 
 

@@ -51,7 +51,7 @@ TEXT = "/(?s:.*)/"
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
 OTHERS = {"number", "boolean", "null"}
 MAX_VALUES = 2_000
-MAX_SECONDS = 3  # of CPU time in which schemas are compiled, to find what can't be
+MAX_SECONDS = 3  # CPU time in which schemas are compiled, to find what can't be
 # Bounds of a chat template while its format is derived, which takes a tenth of a second.
 CPU_SECONDS, WALL_SECONDS, ROOM, MOST_TEXT = 5, 60, 2 ** 29, 2 ** 20
 

@@ -122,7 +122,7 @@ class TurnReader:
         self.may_think = bool(form.thought)
         self.state = "thinks" if self.may_think and not form.think else "says"
         self.rest, self.num_calls = "", 0
-        self.keys: dict[int, dict] = {}  # of each schema: see `_keys`
+        self.keys: dict[int, dict] = {}  # by a schema's id: see `_keys`
         self.is_kept, self.next_read = False, 0  # not kept to in the prompt
         self.num_told: int | None = None  # characters told of the arguments of a call under way
         self.is_next = False  # a call of several, behind the first
@@ -308,7 +308,7 @@ class TurnReader:
                 value = self._value(text[key.end():end.start()], schema, keys.get(key["key"], {}),
                                     is_text)
                 if value is not None:
-                    found.setdefault(key["key"], *value)  # what was told of it stays
+                    found.setdefault(key["key"], *value)  # a key that was told keeps its value
                     break
             else:
                 begun = bool(form.text[1]) and key["key"] not in found and self._is_plain(

@@ -45,7 +45,7 @@ from nanoserve_extras.structured.structured_trial import Trial, byte_tokenizer, 
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
-MAX_RULES = 1_000  # of EBNF: the library's translation takes the square of it
+MAX_RULES = 1_000  # in EBNF: the library's translation takes the square of it
 SCHEMA = rules.instance((str, dict), "a JSON schema, as a dict or as text")
 REGEX = rules.instance(str, "a regular expression")
 GRAMMAR = rules.instance(str, "a grammar, Lark's or EBNF")

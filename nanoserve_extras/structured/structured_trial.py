@@ -17,13 +17,17 @@ neither its stack nor all of its searches.
 
 import json
 import os
-import resource
 import sys
 import time
 import weakref
 from contextlib import suppress
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Lock
+
+try:
+    import resource
+except ImportError:  # Windows: there the script may still die in the engine's place
+    resource = None
 
 # CPU seconds and bytes for one grammar, and the stack: half of what a thread usually has.
 SECONDS, ROOM, STACK = 3, 2 ** 27, 2 ** 22
@@ -104,8 +108,10 @@ def probe(matcher) -> str:
 
 def main() -> None:
     from llguidance import LLMatcher, LLTokenizer
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    if resource is not None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        most = resource.getrlimit(resource.RLIMIT_STACK)[1]
+        resource.setrlimit(resource.RLIMIT_STACK, (STACK, most))
     given = json.loads(sys.stdin.buffer.readline())
     tokenizer = LLTokenizer(**given)
     for line in sys.stdin.buffer:
@@ -117,6 +123,8 @@ def main() -> None:
 
 
 def _bound(seconds: int) -> None:
+    if resource is None:
+        return
     used = resource.getrusage(resource.RUSAGE_SELF)
     resource.setrlimit(resource.RLIMIT_CPU, (
         int(used.ru_utime + used.ru_stime) + seconds + 1, resource.RLIM_INFINITY))

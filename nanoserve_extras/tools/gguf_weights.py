@@ -69,7 +69,7 @@ class Source(NamedTuple):
 
     tensor: Any  # gguf's: `data` (..., bytes of a row) or floats, `tensor_type`
     names: list[str]
-    shape: tuple[int, ...]  # of one
+    shape: tuple[int, ...]  # one matrix's
     rows: torch.Tensor | None = None  # the network's order
     columns: torch.Tensor | None = None
     change: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -7,6 +7,7 @@ import gc
 import json
 
 import pytest
+from clean_process import run
 from grammars import ENDS, TOKENIZER
 
 from nanoserve_extras.structured import structured_trial as module
@@ -82,3 +83,9 @@ def test_a_script_that_was_killed_is_started_again_and_none_outlives_its_object(
     del trial
     gc.collect()
     assert script.returncode is not None
+
+
+def test_it_is_there_on_a_system_that_bounds_no_process():
+    """Windows has no module of that name, and every engine that generates imports this one."""
+    run("import sys; sys.modules['resource'] = None\n"
+        "from nanoserve_extras.structured.structured_trial import Trial, byte_tokenizer")
