@@ -1,8 +1,11 @@
 """The block store's instrument: what is found is worked out by hand; times are not judged."""
 
+import pytest
+
 from benchmarks import block_store
 
 
+@pytest.mark.full
 def test_what_is_found_does_not_depend_on_the_model(capsys, monkeypatch):
     """With a tiny model. By hand: 93 blocks of 16 are in 1,500 tokens; and of turns that ask
     for 100, 200, 300 and 400 tokens the last three find 96, 192 and 288, which is 58% of 1,000."""

@@ -50,6 +50,7 @@ def test_a_dry_run_fails_where_a_line_of_a_table_does(tmp_path, monkeypatch):
         gpu.main(["--dry-run", "--part", "attention", "--out", str(tmp_path)])
 
 
+@pytest.mark.full
 def test_the_quick_part_is_a_few_shapes_and_one_model(tmp_path, capsys):
     results = gpu.main(["--dry-run", "--quick", "--out", str(tmp_path)])
     assert len(results["decode table"]) == 2 and len(results["prefill table"]) == 2

@@ -40,6 +40,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Peer).serve_for
 """
 
 
+@pytest.mark.full
 def test_a_round_beside_another_server(monkeypatch, tmp_path):
     """Whose texts are its own, and are not compared."""
     monkeypatch.setattr(peers, "PAUSE", 0)

@@ -1,8 +1,11 @@
 """The benchmark of speculative decoding runs."""
 
+import pytest
+
 from benchmarks.speculative import main
 
 
+@pytest.mark.full
 def test_the_benchmark_runs(capsys):
     main(["--num-tokens", "8", "--rounds", "1", "--dtype", "float32", "--streams", "2"])
     lines = capsys.readouterr().out.splitlines()

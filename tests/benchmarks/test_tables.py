@@ -13,6 +13,7 @@ from benchmarks.workloads import SMALL
 pytestmark = pytest.mark.usefixtures("known_machine")
 
 
+@pytest.mark.full
 def test_the_tables_come_from_a_measurement(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("NANOSERVE_CHECK")  # nine in ten seconds would go to audits of a large cache
     monkeypatch.setattr(peers, "PAUSE", 0)

@@ -368,10 +368,12 @@ def test_nothing_undefined_happens_and_no_buffer_is_overrun(tmp_path):
         not QUANTISED.exists())
 
 
-def test_threads_are_torchs_and_as_many_as_torch_was_told():
-    """One OpenMP library, and with one thread as with two none more than torch had."""
+def test_threads_are_torchs_and_as_many_as_torch_was_told(tmp_path):
+    """One OpenMP library, and with one thread as with two none more than torch had. And torch's
+    library is taken where another package has brought its own, which may come first in the
+    process's memory, and whose folder's name may begin with "torch"."""
     script = """
-import nanoserve, re, torch, threading
+import ctypes, nanoserve, pathlib, re, shutil, sys, torch, threading
 def tasks():
     return int(re.search(r"Threads:\\s+(\\d+)", open("/proc/self/status").read())[1])
 for threads in (1, 2):
@@ -379,24 +381,14 @@ for threads in (1, 2):
     x = torch.randn(512, 512)
     x @ x, torch.relu(x.repeat(64, 8))
     before = tasks()
-    from nanoserve.device import cpu
+    from nanoserve.device import build, cpu
     packed = cpu.pack(x)
     cpu.linear(x, packed)
     assert tasks() == before, (tasks(), before)
     assert threads > 1 or before == 1, before
 maps = set(re.findall(r"/\\S*lib(?:g|i)?omp[^/\\s]*", open("/proc/self/maps").read()))
 assert len(maps) == 1, maps
-"""
-    result = run(script)
-    assert result.returncode == 0, result.stderr
 
-
-def test_torchs_openmp_library_is_taken_where_there_are_others(home):
-    """Another package may have brought its own, which may come first in the process's memory, and
-    its folder's name may begin with "torch"."""
-    script = """
-import ctypes, pathlib, shutil, sys, torch
-from nanoserve.device import build
 torchs, home = build.find_openmp(), pathlib.Path(sys.argv[1])
 for i in range(4):  # wherever they are mapped
     ctypes.CDLL(shutil.copy(torchs, home / f"libgomp-{i}.so.1"))
@@ -408,5 +400,5 @@ for path in (other, own):
 torch.__file__ = str(home / "torch" / "__init__.py")
 assert build.find_openmp() == own, build.find_openmp()
 """
-    result = run(script, str(home))
+    result = run(script, str(tmp_path))
     assert result.returncode == 0, result.stderr
