@@ -24,16 +24,6 @@ def sequence(name: str, token_ids: list[int], params: SamplingParams | None = No
     return Sequence(CoreRequest(name, params, arrival, **shared), token_ids, **fields)
 
 
-def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """Cut ids into chunks of these sizes, over and over."""
-    chunks, i = [], 0
-    while ids:
-        size = sizes[i % len(sizes)]
-        chunks.append(ids[:size])
-        ids, i = ids[size:], i + 1
-    return chunks
-
-
 def assert_grows(seen: list[str]) -> None:
     """Nothing that was shown is ever taken back: so the pieces add up to the final text."""
     for shorter, longer in pairwise(seen):

@@ -189,10 +189,10 @@ def test_a_tokenizer_that_fails_ends_one_request_alone(llm, expected, monkeypatc
     request left the others a token short, and the engine stuck with a finished one."""
     add = Detokenizer.add
 
-    def picky(self, token_ids):
+    def picky(self, token_id):
         if self.params.seed == 13:
             raise RuntimeError("no such token")
-        return add(self, token_ids)
+        return add(self, token_id)
 
     monkeypatch.setattr(Detokenizer, "add", picky)
     llm.add_request("good", "Hello", greedy(6))

@@ -37,7 +37,7 @@ CONTEXT = 5  # prompt tokens in front of the first window: enough for a characte
 
 
 class Detokenizer:
-    """Text of one sequence's output: `add` tokens as they come, then `flush` at the end.
+    """Text of one sequence's output: `add` each token as it comes, then `flush` at the end.
 
     tokenizer: anything with `decode(ids, skip_special_tokens=...)`. span: given what is new of the
     text, and whether it has ended, from where to where in it stop strings hold; None: everywhere.
@@ -55,18 +55,13 @@ class Detokenizer:
         self.stop_string: str | None = None
         self.starts = dict.fromkeys(params.stop, 0)  # where each may begin in the text
 
-    def add(self, token_ids: list[int]) -> str | None:
-        """Take new tokens; returns the stop string that the text now contains, if any.
+    def add(self, token_id: int) -> str | None:
+        """Take the next token; returns the stop string that the text now contains, if any.
 
         Where no caller looks at the text before the end, `flush` makes it all at once.
         """
-        self.pending += token_ids
-        if self.is_deferred:
-            return None
-        found = self._emit(gives_up=len(token_ids) == 1)
-        if len(self.pending) > PATIENCE:  # perhaps all of these calls ended in half a character
-            found = self._one_by_one()
-        return found
+        self.pending.append(token_id)
+        return None if self.is_deferred else self._emit()
 
     def flush(self) -> str | None:
         """The output is over: what is still incomplete is emitted as it is. Returns the stop string
@@ -74,7 +69,10 @@ class Detokenizer:
         if self.stop_string is not None:
             return None
         if self.is_deferred and "\ufffd" in self._decode(self.context + self.pending):
-            self._one_by_one()
+            token_ids, self.pending = self.pending, []
+            for token_id in token_ids:  # as if they were watched: see `is_deferred`
+                self.pending.append(token_id)
+                self._emit()
         return self._emit(at_the_end=True)
 
     @property
@@ -83,16 +81,7 @@ class Detokenizer:
         gives the same text unless there are broken characters in it."""
         return self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.params.stop
 
-    def _one_by_one(self) -> str | None:
-        """Emit the pending tokens, or most of them, as if they came one by one."""
-        token_ids, self.pending = self.pending, []
-        for token_id in token_ids:
-            self.pending.append(token_id)
-            if (found := self._emit()) is not None:
-                return found
-        return None
-
-    def _emit(self, at_the_end: bool = False, gives_up: bool = True) -> str | None:
+    def _emit(self, at_the_end: bool = False) -> str | None:
         """Emit the text of the pending tokens, unless it ends in half a character. Returns a stop
         string that the text now contains."""
         context, before = self.context, self._decode(self.context)
@@ -103,9 +92,7 @@ class Detokenizer:
             context, before, after = [], "", self._decode(self.pending)
         if at_the_end or len(after) > len(before) and not after.endswith("\ufffd"):
             return self._extend(after[len(before):], len(self.pending), self.pending, at_the_end)
-        if gives_up and len(self.pending) > PATIENCE:
-            return self._give_up(context, before, after)
-        return None
+        return self._give_up(context, before, after) if len(self.pending) > PATIENCE else None
 
     def _give_up(self, context: list[int], before: str, after: str) -> str | None:
         """Emit all pending tokens but some four: where the text can be cut without a change.

@@ -136,7 +136,7 @@ class Request:
             # The token that ended it, EOS say, is no text, unless the caller wants to see it.
             hidden = (ended is not None and token_id in seq.request.stop_ids
                       and not self.params.include_stop_str_in_output)
-            stop_string = self.detokenizers[index].add([] if hidden else [token_id])
+            stop_string = None if hidden else self.detokenizers[index].add(token_id)
             if ended is not None:
                 stop_string = self.detokenizers[index].flush() or stop_string
             if stop_string is not None:

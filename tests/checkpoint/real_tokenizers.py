@@ -238,12 +238,12 @@ def start_of(name: str) -> int:
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
-def stream(name: str, prompt: list[int], chunks: list[list[int]], **params):
-    """What a caller sees after each chunk of tokens; then the final text and the stop string."""
+def stream(name: str, prompt: list[int], output: list[int], **params):
+    """What a caller sees after each token; then the final text and the stop string."""
     detokenizer = Detokenizer(TOKENIZERS[name], SamplingParams(**params), prompt)
     seen = []
-    for chunk in chunks:
-        if detokenizer.add(chunk) is not None:
+    for token_id in output:
+        if detokenizer.add(token_id) is not None:
             break
         seen.append(detokenizer.visible_text)
     detokenizer.flush()

@@ -27,12 +27,12 @@ def byte_ids(text: str | bytes) -> list[int]:
     return [BYTE_ID[byte] for byte in raw]
 
 
-def stream(tokenizer, prompt: list[int], chunks: list[list[int]], **params) -> list[str]:
-    """What a caller sees after each chunk of tokens, and at last the final text."""
+def stream(tokenizer, prompt: list[int], output: list[int], **params) -> list[str]:
+    """What a caller sees after each token, and at last the final text."""
     detokenizer = Detokenizer(tokenizer, SamplingParams(**params), prompt)
     seen = []
-    for chunk in chunks:
-        if detokenizer.add(chunk) is not None:
+    for token_id in output:
+        if detokenizer.add(token_id) is not None:
             break
         seen.append(detokenizer.visible_text)
     detokenizer.flush()
@@ -44,13 +44,14 @@ def stream(tokenizer, prompt: list[int], chunks: list[list[int]], **params) -> l
 
 def test_an_unfinished_character_at_the_end_is_flushed():
     """The length limit may fall into the middle of a character: then it reads U+FFFD, once."""
-    seen = stream(BYTES, [], [[i] for i in byte_ids("ab" + "😀")[:-1]])
+    seen = stream(BYTES, [], byte_ids("ab" + "😀")[:-1])
     assert seen == ["a", "ab", "ab", "ab", "ab", "ab" + UNFINISHED]
 
 
 def test_flush_changes_nothing_the_second_time():
     detokenizer = Detokenizer(BYTES, SamplingParams(), byte_ids("p"))
-    detokenizer.add(byte_ids("aé")[:2])
+    for token_id in byte_ids("aé")[:2]:
+        detokenizer.add(token_id)
     for _ in range(2):
         detokenizer.flush()
         assert detokenizer.text == "a" + UNFINISHED
@@ -59,9 +60,9 @@ def test_flush_changes_nothing_the_second_time():
 @pytest.mark.parametrize("half", [b"\xf0\x9f", b"abc\xf0\x9f\x98", b"\xff", b"\xe2" * 9])
 def test_after_a_prompt_that_ends_in_half_a_character_the_output_stands_alone(half):
     """A prompt of token ids may be cut anywhere. What follows is neither lost nor held for ever."""
-    seen = stream(BYTES, byte_ids(half), [[i] for i in byte_ids("so, é!")])
+    seen = stream(BYTES, byte_ids(half), byte_ids("so, é!"))
     assert seen == ["s", "so", "so,", "so, ", "so, ", "so, é", "so, é!", "so, é!"]
-    completed = stream(BYTES, byte_ids(half), [[i] for i in byte_ids(b"\x80x")])
+    completed = stream(BYTES, byte_ids(half), byte_ids(b"\x80x"))
     assert completed[-1] == UNFINISHED + "x"
 
 
@@ -71,7 +72,7 @@ def test_a_token_costs_the_same_in_a_long_text(monkeypatch):
     monkeypatch.setattr(BYTES, "decode", lambda ids, **kinds: (
         lengths.append(len(ids)), decode(ids, **kinds))[1])
     text = "a long text, é 😀 " * 20
-    assert stream(BYTES, byte_ids("p" * 99), [[i] for i in byte_ids(text)])[-1] == text
+    assert stream(BYTES, byte_ids("p" * 99), byte_ids(text))[-1] == text
     assert max(lengths) <= 10
 
 
@@ -91,7 +92,7 @@ def with_merged(*tokens: bytes) -> PreTrainedTokenizerFast:
 def test_tokens_that_hold_a_letter_and_half_a_character():
     """Real vocabularies have them (GPT-2's " \\xf0\\x9f"); the letter waits for the other half."""
     tokenizer = with_merged(b"a\xf0\x9f", b"\x98\x80b")
-    assert stream(tokenizer, [], [[256], [257], [33], [256]]) == [
+    assert stream(tokenizer, [], [256, 257, 33, 256]) == [
         "", "a😀b", "a😀b!", "a😀b!", f"a😀b!a{UNFINISHED}"]
 
 
@@ -116,7 +117,7 @@ def test_stop_strings_by_hand(stop, text, final, found):
         detokenizer = Detokenizer(BYTES, params, byte_ids("p"))
         results = []
         for token_id in byte_ids(text):
-            results.append(detokenizer.add([token_id]))
+            results.append(detokenizer.add(token_id))
             if results[-1] is not None:
                 break
         detokenizer.flush()
@@ -125,14 +126,14 @@ def test_stop_strings_by_hand(stop, text, final, found):
 
 
 def test_a_stop_string_is_not_looked_for_in_the_prompt():
-    seen = stream(BYTES, byte_ids("Q: ##"), [[i] for i in byte_ids("#a")], stop="###")
+    seen = stream(BYTES, byte_ids("Q: ##"), byte_ids("#a"), stop="###")
     assert seen[-1] == "#a"
 
 
 def test_several_stop_strings_in_one_token():
     """The first in the text wins, not the first in the list."""
     tokenizer = with_merged(b"one, two, three")
-    seen = stream(tokenizer, [], [[256]], stop=["three", "two", "never"])
+    seen = stream(tokenizer, [], [256], stop=["three", "two", "never"])
     assert seen == ["one, "]
 
 
@@ -140,6 +141,6 @@ def test_a_stop_string_that_only_the_flush_reveals_is_told():
     """The last token brings the stop string and half of a character, and the output is over: the
     text is cut there, so the caller has to be told why."""
     detokenizer = Detokenizer(with_merged(b" X\xf0\x9f"), SamplingParams(stop="X"), [])
-    assert detokenizer.add([256]) is None  # waits for the other half
+    assert detokenizer.add(256) is None  # waits for the other half
     assert detokenizer.flush() == "X"
     assert detokenizer.text == " "

@@ -39,7 +39,7 @@ def ids_of(*parts: bytes | str) -> list[int]:
 def text_of(ids: list[int], prompt: list[int], **params) -> str:
     detokenizer = Detokenizer(TOKENIZER, SamplingParams(max_tokens=None, **params), prompt)
     for token_id in ids:
-        detokenizer.add([token_id])
+        detokenizer.add(token_id)
         assert detokenizer.text.startswith(detokenizer.visible_text)
     detokenizer.flush()
     return detokenizer.text

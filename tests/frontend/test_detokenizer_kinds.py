@@ -6,7 +6,6 @@ The oracle is the tokenizer's own `decode` of everything at once, and plain sear
 import re
 
 import pytest
-from helpers import cut
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from real_tokenizers import (
@@ -33,7 +32,6 @@ from nanoserve.frontend.detokenizer import PATIENCE
 
 FRAGMENT = st.sampled_from(FRAGMENTS) | st.text(max_size=2)
 TEXT = st.lists(FRAGMENT, min_size=1, max_size=8).map("".join)
-SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4) | st.just([1])
 
 
 def cut_in_two(name: str, text: str, where: float) -> tuple[list[int], list[int]]:
@@ -55,34 +53,29 @@ def test_characters_are_shown_whole_or_not_at_all(name):
         text = f"a{fragment} {fragment}{fragment}.".replace("▁", " ")  # SentencePiece's own space
         if name == "qwen":
             text = TOKENIZERS[name].backend_tokenizer.normalizer.normalize_str(text)
-        seen, final, _ = stream(name, prompt, [[i] for i in encode(name, text)])
+        seen, final, _ = stream(name, prompt, encode(name, text))
         assert final == (" " if name in ("llama_2", "mistral") else "") + text
         assert all(final.startswith(visible) for visible in seen)
 
 
 @every_tokenizer
 @no_clock
-@given(text=TEXT, where=st.floats(0, 0.9), sizes=SIZES)
-def test_any_text_in_any_chunks(name, text, where, sizes):
-    """Whatever the tokens and however many at once: all that is complete is shown at once, and
-    nothing else. Where `decode` sees a broken character at the end, the text before it waits. And
-    without a stream and stop strings all is decoded at the end, in one piece."""
+@given(text=TEXT, where=st.floats(0, 0.9))
+def test_any_text(name, text, where):
+    """Whatever the tokens: all that is complete is shown at once, and nothing else. Where `decode`
+    sees a broken character at the end, the text before it waits. And without a stream and stop
+    strings all is decoded at the end, in one piece."""
     prompt, output = cut_in_two(name, text, where)
-    chunks = cut(output, sizes)
-    seen, final, _ = stream(name, prompt, chunks)
-    expected, so_far = [""], []
-    for chunk in chunks:
-        so_far += chunk
-        read = truth(name, prompt, so_far)
+    seen, final, _ = stream(name, prompt, output)
+    expected = [""]
+    for n in range(1, len(output) + 1):
+        read = truth(name, prompt, output[:n])
         expected.append(expected[-1] if read.endswith(UNFINISHED) else read)
-    if len(output) <= PATIENCE or sizes == [1]:  # else it may be read token by token
-        assert seen == expected[1:]
-    assert all(more.startswith(less) for more, less in zip(seen, expected[1:], strict=True))
+    assert seen == expected[1:]
     assert final == truth(name, prompt, output)
     if UNFINISHED not in text:
         assert not any(UNFINISHED in visible for visible in seen)
-    _, unwatched, _ = stream(name, prompt, [[i] for i in output],
-                             output_kind=RequestOutputKind.FINAL_ONLY)
+    _, unwatched, _ = stream(name, prompt, output, output_kind=RequestOutputKind.FINAL_ONLY)
     assert unwatched == final
 
 
@@ -92,7 +85,7 @@ def test_the_words_of_a_prompt_show_where_the_output_begins(name):
     text = "the gulls, the ferryman and the island didn't answer a girl ."
     ids = encode(name, text)
     for at in range(1, len(ids)):
-        seen, final, _ = stream(name, ids[:at], [[i] for i in ids[at:]])
+        seen, final, _ = stream(name, ids[:at], ids[at:])
         assert decode(name, ids[:at]) + final == decode(name, ids)
         assert seen == [truth(name, ids[:at], ids[at:n]) for n in range(at + 1, len(ids) + 1)]
 
@@ -106,7 +99,7 @@ def test_the_first_space_behind_a_broken_end_of_the_prompt(name, end):
     whole, output = encode(name, "Say: " + end), encode(name, "a the harbour 😀")[1:]
     for lost in range(4):
         prompt = [start_of(name), *whole[:len(whole) - lost]]
-        _, final, _ = stream(name, prompt, [[i] for i in output])
+        _, final, _ = stream(name, prompt, output)
         assert final == truth(name, prompt, output)
 
 
@@ -124,11 +117,11 @@ def token_lists(name: str):
 
 @pytest.mark.parametrize("name", [*BYTE_LEVEL, "bert"])
 @no_clock
-@given(data=st.data(), sizes=SIZES, skip=st.booleans())
-def test_random_tokens_read_as_the_tokenizer_does(name, data, sizes, skip):
+@given(data=st.data(), skip=st.booleans())
+def test_random_tokens_read_as_the_tokenizer_does(name, data, skip):
     """A model may well write bytes that are no UTF-8: streaming does not change what they read."""
     prompt, output = data.draw(token_lists(name)), data.draw(token_lists(name))
-    seen, final, _ = stream(name, prompt, cut(output, sizes), skip_special_tokens=skip)
+    seen, final, _ = stream(name, prompt, output, skip_special_tokens=skip)
     if decode(name, prompt, skip).endswith(UNFINISHED):  # half a character: the output stands alone
         prompt = []
     assert final == truth(name, prompt, output, skip)
@@ -164,8 +157,8 @@ def may_read(name: str, output: list[int], skip: bool) -> str:
 
 @pytest.mark.parametrize("name", BYTE_FALLBACK)
 @no_clock
-@given(data=st.data(), sizes=SIZES, skip=st.booleans())
-def test_random_bytes_between_words(name, data, sizes, skip):
+@given(data=st.data(), skip=st.booleans())
+def test_random_bytes_between_words(name, data, skip):
     """Invalid bytes never swallow the words around them, nor characters already shown."""
     character = st.sampled_from(["é", "你", "😀", "a"]).map(lambda text: [
         TOKENIZERS[name].convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in text.encode()])
@@ -173,14 +166,9 @@ def test_random_bytes_between_words(name, data, sizes, skip):
         lambda raw: [TOKENIZERS[name].convert_tokens_to_ids(f"<0x{raw.hex().upper()}>")])
     output = sum(data.draw(st.lists(character | byte | token_lists(name), max_size=6)), [])
     prompt = [start_of(name), *encode(name, "the gulls")]
-    seen, final, _ = stream(name, prompt, cut(output, sizes), skip_special_tokens=skip)
+    seen, final, _ = stream(name, prompt, output, skip_special_tokens=skip)
     assert re.fullmatch(may_read(name, output, skip), final, re.S)
-    is_short = len(output) <= PATIENCE
-    assert not is_short or not any(visible.endswith(UNFINISHED) for visible in seen)
-    _, at_once, _ = stream(name, prompt, [output], skip_special_tokens=skip)
-    if is_short:
-        assert at_once == truth(name, prompt, output, skip)
-    assert re.fullmatch(may_read(name, output, skip), at_once, re.S)
+    assert len(output) > PATIENCE or not any(visible.endswith(UNFINISHED) for visible in seen)
 
 
 @every_lossless
@@ -191,7 +179,7 @@ def test_a_text_that_ends_in_half_a_character(name, lost):
     output = encode(name, "the \U00020000")  # four bytes that are in no vocabulary together
     for token_id in output[-lost:]:
         assert UNFINISHED in decode(name, [token_id])
-    seen, final, _ = stream(name, prompt, [[i] for i in output[:-lost]])
+    seen, final, _ = stream(name, prompt, output[:-lost])
     assert not any(UNFINISHED in visible for visible in seen)
     assert final.rstrip(UNFINISHED).strip() == "the" and final.endswith(UNFINISHED)
     assert final == truth(name, prompt, output[:-lost])
@@ -216,23 +204,21 @@ def test_a_text_that_ends_in_half_a_character(name, lost):
 def test_stop_strings_of_many_bytes(name, stop, found, include):
     """They need not begin or end where a token or a character that is seen does."""
     prompt = [start_of(name), *encode(name, "Say:")]
-    for sizes in ([1], [2], [3, 1], [1000]):
-        seen, final, stop_string = stream(name, prompt, cut(encode(name, SAID), sizes), stop=stop,
-                                          include_stop_str_in_output=include)
-        before, stop_itself, _ = SAID.partition(found) if found else (SAID, "", "")
-        assert final.lstrip(" ") == before + (stop_itself if include else "")
-        assert stop_string == found
-        assert all(before.startswith(visible.lstrip(" ")) for visible in seen)
+    seen, final, stop_string = stream(name, prompt, encode(name, SAID), stop=stop,
+                                      include_stop_str_in_output=include)
+    before, stop_itself, _ = SAID.partition(found) if found else (SAID, "", "")
+    assert final.lstrip(" ") == before + (stop_itself if include else "")
+    assert stop_string == found
+    assert all(before.startswith(visible.lstrip(" ")) for visible in seen)
 
 
-def plain(name, prompt, chunks, stops, include) -> tuple[list[str], str, str | None]:
-    """Decode everything anew for every chunk. Returns what may be seen, the final text, the stop.
+def plain(name, prompt, output, stops, include) -> tuple[list[str], str, str | None]:
+    """Decode everything anew for every token. Returns what may be seen, the final text, the stop.
     """
-    seen, so_far, whole = [""], [], truth(name, prompt, sum(chunks, []))
-    for chunk in [*chunks, None]:
-        so_far += chunk or []
-        read = truth(name, prompt, so_far)
-        if read.endswith(UNFINISHED) and chunk:
+    seen, whole = [""], truth(name, prompt, output)
+    for n in range(1, len(output) + 2):  # the last one is the end
+        read = truth(name, prompt, output[:n])
+        if read.endswith(UNFINISHED) and n <= len(output):
             seen.append(seen[-1])
             continue
         if hits := [(read.find(stop), len(stop), stop) for stop in stops if stop in read]:
@@ -245,9 +231,9 @@ def plain(name, prompt, chunks, stops, include) -> tuple[list[str], str, str | N
 
 @every_tokenizer
 @no_clock
-@given(data=st.data(), where=st.floats(0, 0.9), sizes=SIZES, include=st.booleans(),
+@given(data=st.data(), where=st.floats(0, 0.9), include=st.booleans(),
        text=TEXT.filter(lambda text: UNFINISHED not in text))
-def test_stop_strings_against_plain_search(name, data, text, where, sizes, include):
+def test_stop_strings_against_plain_search(name, data, text, where, include):
     """Stop strings taken out of the text, a beginning of one, and some that do not occur."""
     prompt, output = cut_in_two(name, text, where)
     whole = truth(name, prompt, output)
@@ -257,12 +243,11 @@ def test_stop_strings_against_plain_search(name, data, text, where, sizes, inclu
         at = data.draw(st.integers(0, len(whole) - 1))
         stop = whole[at:at + data.draw(st.integers(1, 5))]
         stops.append(data.draw(st.sampled_from([stop, stop, stop + "x", stop[:1], "e" + stop])))
-    chunks = cut(output, sizes)
-    seen, final, stop_string = stream(name, prompt, chunks, stop=stops,
+    seen, final, stop_string = stream(name, prompt, output, stop=stops,
                                       include_stop_str_in_output=include)
-    expected_seen, expected, expected_stop = plain(name, prompt, chunks, stops, include)
+    expected_seen, expected, expected_stop = plain(name, prompt, output, stops, include)
     assert (seen, final, stop_string) == (expected_seen, expected, expected_stop)
     before = final[:len(final) - len(stop_string or "")] if include else final
     assert all(before.startswith(visible) for visible in seen)
-    if len(stops) == 1:  # then the chunks can't matter
+    if len(stops) == 1:
         assert before == whole.partition(stops[0])[0]

@@ -50,7 +50,7 @@ def read(name: str, prompt: list[int], output: list[int], **params):
     counting = Counting(TOKENIZERS[name])
     detokenizer, seen = Detokenizer(counting, SamplingParams(**params), prompt), []
     for token_id in output:
-        detokenizer.add([token_id])
+        detokenizer.add(token_id)
         seen.append(detokenizer.visible_text)
     detokenizer.flush()
     assert_grows([*seen, detokenizer.text])

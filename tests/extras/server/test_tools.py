@@ -363,7 +363,7 @@ def test_stop_strings_hold_in_the_answer_and_not_in_the_thought(name, stop, thou
     detokenizer = Detokenizer(Letters(), params, [], TurnReader(FORMATS[name], {}, prompt).span)
     seen, ended = [""], None
     for letter in text:
-        ended = ended or detokenizer.add([ord(letter)])
+        ended = ended or detokenizer.add(ord(letter))
         seen.append(detokenizer.visible_text)
     ended = ended or detokenizer.flush()
     assert all(later.startswith(before) for before, later in zip(
