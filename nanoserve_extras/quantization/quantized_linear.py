@@ -250,7 +250,7 @@ class CpuWeight(NamedTuple):
                 words = words.unflatten(1, (groups, -1))  # (n, groups, size / 8)
                 lines = torch.cat([one.heads()[..., None], words], 2).flatten(1)
             else:
-                lines = F.pad(one.values, (0, -inputs % LINE)).view(torch.int16)
+                lines = F.pad(one.values, (0, -inputs % LINE)).contiguous().view(torch.int16)
                 scales[rows] = one.scales[:, 0]
             panels = F.pad(lines, (0, 0, 0, -len(lines) % PANEL)).unflatten(0, (-1, PANEL))
             memory[rows.start // PANEL:][:len(panels)] = panels.transpose(1, 2)

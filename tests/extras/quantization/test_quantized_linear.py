@@ -71,8 +71,8 @@ def check_products(kind, weight, meant: torch.Tensor, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(16, 32), (33, 7), (100, 513), (40, 1537), (1, 1)], ids=str)
 def test_a_product_is_that_of_the_rounded_weight(kind, dtype, shape):
-    """Sizes that no panel, unit or block divides."""
-    weight = torch.randn(shape).to(dtype)
+    """Sizes that no panel, unit or block divides; transposed, as GPTQ's and AWQ's files have it."""
+    weight = torch.randn(shape[::-1]).to(dtype).T
     check_products(kind, kind.of(weight), by_definition(weight), dtype)
 
 
