@@ -34,7 +34,7 @@ def load(args):
         return {"seconds": seconds, "times": [[first, first + rest] for first, rest in times],
                 "num_tokens": max_tokens}
 
-    # The other one's name says what it multiplies by, if that was asked for.
+    # The other one's name says what it multiplies by, if that was chosen.
     tiles = [multiplies(getattr(torch, args.dtype))] if "NANOSERVE_TILES" in os.environ else []
     return ", ".join(["nanoserve", *tiles, *map(str, options.values())]), run
 

@@ -16,8 +16,8 @@ once, one builds and the others wait.
 Threads are OpenMP's. torch has loaded an OpenMP library already, and a second one would be a second
 set of threads that fights the first for the cores, so this library is linked to torch's own file.
 
-`CXX` names another compiler, `CXXFLAGS` adds flags. `NANOSERVE_TILES=1` asks for matrix tiles
-(matrix_tiles.h), which no CPU that has them has tried yet.
+`CXX` names another compiler, `CXXFLAGS` adds flags. Where the CPU has matrix tiles
+(matrix_tiles.h) products of bfloat16 take them; `NANOSERVE_TILES=0` leaves them alone.
 """
 
 import ctypes
@@ -78,16 +78,17 @@ def load(source: Path | None = None) -> ctypes.CDLL:
 
 @cache
 def tiles_for(cpu_has_them: bool) -> bool:
-    """Whether products take matrix tiles: if the user asks for them, the CPU has them and Linux
-    gives them. Says once why not. Raises `BuildError` for another value of the variable."""
-    asked = os.environ.get("NANOSERVE_TILES", "0")
-    if asked not in ("0", "1"):
-        raise BuildError(f"NANOSERVE_TILES={asked!r}: 1 asks for matrix tiles, 0 does not")
+    """Whether products take matrix tiles: where the CPU has them and Linux gives them, unless
+    NANOSERVE_TILES is 0. Says once why not. Raises `BuildError` for another value of it."""
+    asked = os.environ.get("NANOSERVE_TILES", "")
+    if asked not in ("", "0", "1"):
+        raise BuildError(f"NANOSERVE_TILES={asked!r}: 0 leaves matrix tiles alone, 1 takes them "
+                         "where the CPU has them, which is the default")
     if asked == "0" or cpu_has_them and may_use_tiles():
-        return asked == "1"
-    why = "Linux refuses them to this process" if cpu_has_them else "this CPU has none"
-    tqdm.write(f"nanoserve: NANOSERVE_TILES=1, but {why}: products go without matrix tiles",
-               file=sys.stderr)
+        return asked != "0"
+    if cpu_has_them or asked == "1":
+        why = "Linux refuses them to this process" if cpu_has_them else "this CPU has none"
+        tqdm.write(f"nanoserve: products go without matrix tiles: {why}", file=sys.stderr)
     return False
 
 

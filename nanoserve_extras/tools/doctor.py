@@ -87,7 +87,7 @@ def machine(config: EngineConfig) -> list[Finding]:
             ("CPU", f"{platform.machine()}, {os.cpu_count()} cores, {features()}", "")]
     if "amx_bf16" in features():
         rows.append(("matrix tiles", f"NANOSERVE_TILES={os.environ.get('NANOSERVE_TILES', '')}",
-                     "1 takes them; docs/devices.md has the commands that try them"))
+                     "0 leaves them alone; docs/devices.md has the commands that compare"))
     try:
         compiler = build.run([*build.find_compiler(), "--version"]).splitlines()[0]
         rows.append(("C++ compiler", compiler, ""))

@@ -125,10 +125,10 @@ def test_a_compiler_makes_the_instructions_of_the_loop(tmp_path):
 
 @pytest.fixture
 def asked(home, log, monkeypatch):  # noqa: F811
-    """NANOSERVE_TILES=1, on a CPU that has them by its compiler's words. Returns a function: how
-    often Linux was asked when two libraries were built, as it gives or refuses them."""
+    """On a CPU that has them by its compiler's words. Returns a function: how often Linux was asked
+    when two libraries were built, as it gives or refuses them."""
     build.tiles_for.cache_clear()
-    monkeypatch.setenv("NANOSERVE_TILES", "1")
+    monkeypatch.delenv("NANOSERVE_TILES", raising=False)
     set_compiler(home, monkeypatch, 'echo "$@" >> "$log"\n'
                  'case "$*" in *-dM*) echo "#define __AMX_BF16__ 1";; esac\nexec g++ "$@"')
 
@@ -146,7 +146,13 @@ def asked(home, log, monkeypatch):  # noqa: F811
 def test_linux_is_asked_once_before_a_library_with_tiles_is_loaded(asked, capfd):
     calls, commands = asked(gives=True)
     assert calls == 1 and commands.count("-DMATRIX_TILES -shared") == 1
-    assert "NANOSERVE_TILES" not in capfd.readouterr().err
+    assert "matrix tiles" not in capfd.readouterr().err
+
+
+def test_who_asks_for_none_gets_none_and_linux_is_not_asked(asked, monkeypatch):
+    monkeypatch.setenv("NANOSERVE_TILES", "0")
+    calls, commands = asked(gives=True)
+    assert calls == 0 and "MATRIX_TILES" not in commands
 
 
 def test_where_linux_refuses_them_it_is_said_once_and_products_go_without(asked, capfd):
@@ -158,6 +164,7 @@ def test_where_linux_refuses_them_it_is_said_once_and_products_go_without(asked,
 
 @pytest.mark.skipif(HAS_AMX, reason="this CPU has them")
 def test_where_the_cpu_has_none_linux_is_not_asked(monkeypatch, capfd):
+    monkeypatch.delenv("NANOSERVE_TILES", raising=False)
     build.tiles_for.cache_clear()
     assert not build.tiles_for(False)
     assert capfd.readouterr().err == ""  # nobody has asked for them
