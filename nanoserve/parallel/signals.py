@@ -9,7 +9,7 @@ does the start and the end of a rank's process.
     KeyboardInterrupt          is raised here, if Ctrl-C was noted
 
 Where such a block has to wait, `with ctrl_c_held() as noted` says whether to wait any longer. A
-thread's turn with an engine is a `Hold`, too (parallel/turns.py).
+thread's turn with an engine holds Ctrl-C, too (parallel/turns.py).
 
 A mask of the main thread (`pthread_sigmask`) would not do: another thread then gets the signal, and
 Python still runs its handler in the main thread.
@@ -17,17 +17,28 @@ Python still runs its handler in the main thread.
 
 import signal
 import threading
-from contextlib import contextmanager
 from typing import Any
 
 
-class Hold:
-    """Ctrl-C is held from `begin` to `end`. Signals reach only the main thread: in other threads
-    nothing is done."""
+class ctrl_c_held:
+    """Hold Ctrl-C until the `with` block is done, so that it never interrupts it half-way.
+
+    `with` blocks may be nested: the inner one hands the signal on to the outer one. `as` gives a
+    list, in which the signals are that were noted so far. Signals reach only the main thread: in
+    other threads nothing is done. A class, and no generator with `contextmanager`, which Ctrl-C
+    just before its end would leave half done.
+    """
 
     def __init__(self):
         self.noted: list[tuple] = []
         self.handler: Any = None  # the one from before `begin`; it gets the first that was noted
+
+    def __enter__(self) -> list[tuple]:
+        self.begin()
+        return self.noted
+
+    def __exit__(self, *exc_info) -> None:
+        self.end()
 
     def begin(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
@@ -50,18 +61,3 @@ class Hold:
 
 def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-@contextmanager
-def ctrl_c_held():
-    """Hold Ctrl-C until the `with` block is done, so that it never interrupts it half-way.
-
-    `with` blocks may be nested: the inner one hands the signal on to the outer one. Yields a list,
-    in which the signals are that were noted so far.
-    """
-    hold = Hold()
-    hold.begin()
-    try:
-        yield hold.noted
-    finally:
-        hold.end()

@@ -22,7 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 
-from nanoserve.parallel.signals import Hold, ctrl_c_held
+from nanoserve.parallel.signals import ctrl_c_held
 
 POLL = 0.1  # seconds after which a thread that waits for its turn looks for Ctrl-C
 
@@ -33,13 +33,13 @@ class Turns:
     def __init__(self):
         # Both reentrant: a signal's handler may come while its own thread waits in the doorway.
         self.lock, self.doorway = threading.RLock(), threading.RLock()
-        self.holds: list[Hold | None] = []  # the turn's, then None for each turn within it
+        self.holds: list[ctrl_c_held | None] = []  # the turn's, then None for each turn within it
         self.posted: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
         hold = None
         if not self._is_mine():
-            hold = Hold()  # a new one: a handler may take a turn while its thread waits for one
+            hold = ctrl_c_held()  # a new one: a handler may take a turn while its thread waits
             hold.begin()
             while not self._take(hold.noted):
                 hold.end()
@@ -82,7 +82,7 @@ class Turns:
     def interruptible(self) -> "Interruptible":
         """In the middle of a turn: within this `with` block Ctrl-C is not held. One that was noted
         is delivered at once."""
-        return Interruptible(self.holds[0] or Hold())
+        return Interruptible(self.holds[0] or ctrl_c_held())
 
     def post(self, work: Callable[[], None]) -> None:
         """Do `work` now or when the turn ends; never waits. Raises work's error if done now."""
@@ -127,11 +127,10 @@ class Turns:
 
 
 class Interruptible:
-    """Ends a hold, if it has begun, and begins it again. A class, and no generator with
-    `contextmanager`: Ctrl-C just before its end would leave that half done, and Python would resume
-    it when it collects it, much later."""
+    """Ends a hold, if it has begun, and begins it again. A class, as `ctrl_c_held` is: Python would
+    resume a generator that is left half done when it collects it, much later."""
 
-    def __init__(self, hold: Hold):
+    def __init__(self, hold: ctrl_c_held):
         self.hold, self.was_held = hold, hold.handler is not None
 
     def __enter__(self) -> None:
