@@ -41,7 +41,7 @@ from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import in_words, option
 from nanoserve.sequence import Sequence
 from nanoserve_extras.structured.structured_schema import tidy
-from nanoserve_extras.structured.structured_trial import Trial, byte_tokenizer, probe
+from nanoserve_extras.structured.structured_trial import Trial, byte_tokenizer
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
@@ -169,14 +169,10 @@ class Grammars:
             return Grammar(self, self.matcher_of(self._translate(asked)), end_ids)
 
     def _compile(self, grammar: str) -> Any:
-        words, matcher = self.trial.refusal(grammar), None
-        if not words:
-            matcher = self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
-            words = probe(matcher.deep_copy())
-        if words:  # they may repeat the whole grammar
+        if words := self.trial.refusal(grammar):  # they may repeat the whole grammar
             words = "no text at all matches it" if words.startswith("NoExtension") else words
             raise ValueError(f"structured_outputs: llguidance refuses this: {words:.500}")
-        return matcher
+        return self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
 
     def _translate(self, asked: StructuredOutputsParams) -> str:
         """To the library's own form of a grammar."""
