@@ -6,7 +6,8 @@ et al. 2022.) The formats differ in how they store q, s and z, under which names
 
     quant_method                        q                                 z                   s
     fp8                                 weight, e4m3                                    per block
-    compressed-tensors  float-, int-    weight, e4m3 or int8    as it is     per row, group, block
+    compressed-tensors  float-, int-,   weight, e4m3 or int8    as it is     per row, group, block
+                        naive-, mxfp8-
                         pack-quantized  weight_packed           packed along the outputs   per group
                         nvfp4-, mxfp4-  weight_packed, e2m1              per 16 (and one of all), 32
     modelopt                            weight, e4m3 or e2m1                      one; as with nvfp4
@@ -49,6 +50,10 @@ BY_MODULE = ("bits", "group_size", "sym")  # some formats let these differ by ma
 ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "input_global_scale")
 CACHED = ("k_scale", "v_scale")
 OTHER_SCALES = (*ACTIVATIONS, *CACHED, "output_scale")
+# Of a matrix' shape, the rows and columns that share a scale; Model Optimizer's names for them.
+WHOLE, BY_ROW = lambda *shape: shape, lambda rows, columns: (1, columns)
+MODELOPT_FP8 = {"FP8": WHOLE, "FP8_PER_CHANNEL_PER_TOKEN": BY_ROW,
+                "FP8_PB_WO": lambda *_: (128, 128), "MXFP8": lambda *_: (1, 32)}
 # Twice the numbers of four bits that are a sign, two bits of exponent and one behind the point.
 E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 E2M1_PAIRS = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)],
@@ -150,8 +155,6 @@ def make_weight(file: Path, module: str, parts: Parts, form: Format,
 def read_format(entry: dict) -> Format:
     """What a `quantization_config` says. Raises `ValueError` for what is not supported."""
     method = entry.get("quant_method")
-    if method != "modelopt" and entry.get("kv_cache_scheme") is not None:
-        refuse("kv_cache_scheme", entry["kv_cache_scheme"], "the KV cache is not quantised here")
     readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
                "awq": read_awq, "modelopt": read_modelopt,
                "mxfp4": lambda entry: Format(("blocks", "scales"), experts_of)}
@@ -162,12 +165,23 @@ def read_format(entry: dict) -> Format:
             "auto_round:auto_gptq", "auto_round:auto_awq")).rpartition("_")[2]
     if not isinstance(method, str) or method not in readers:
         refuse("quant_method", method, f"choose one of {', '.join(readers)}, auto-round")
-    for name, value in entry.items():  # GPTQModel's dynamic, AutoRound's extra_config
-        for one in value.values() if isinstance(value, dict) and method != "modelopt" else ():
-            if isinstance(one, dict) and one.get("bits") != 16 and any(  # 16: it is left plain
-                    one.get(key, entry.get(key)) != entry.get(key) for key in BY_MODULE):
-                refuse(name, value, "all quantised matrices must have the same settings")
-    return readers[method](entry)
+    form = readers[method](entry)
+    if others := [([name, f"re:{name.removeprefix('+:')}"], readers[method](entry | settings))
+                  for name, settings in settings_of_some(entry)]:
+        form = mixed([*others, (["Linear"], form)])
+    if entry.get("kv_cache_scheme") is None:
+        return form
+    return form._replace(passed_over=(*form.passed_over, *CACHED))
+
+
+def settings_of_some(entry: dict) -> Iterator[tuple[str, dict]]:
+    """Of GPTQModel's `dynamic`, whose keys are patterns, and AutoRound's `extra_config`: what is
+    packed otherwise than the rest. What neither packs has plain tensors."""
+    for name, one in (section(entry, "dynamic") | section(entry, "extra_config")).items():
+        settings = {key: one[key] for key in BY_MODULE if isinstance(one, dict) and key in one}
+        if not name.startswith("-:") and settings.get("bits") not in (16, 32) and any(
+                entry.get(key) != value for key, value in settings.items()):
+            yield name, settings
 
 
 def mixed(groups: list[tuple[list[str], Format]]) -> Format:
@@ -194,7 +208,8 @@ def mixed(groups: list[tuple[list[str], Format]]) -> Format:
 
 def refuse(name: str, value: Any, remedy: str) -> None:
     raise ValueError(f"config.json: quantization_config with {name}={value!r:.80} is not "
-                     f"supported: {remedy}, or use the unquantised checkpoint")
+                     f"supported: {remedy}, or use the unquantised checkpoint, which "
+                     "quantization='int4' rounds")
 
 
 def allow(entry: dict, name: str, values: tuple, default: Any = None) -> Any:
@@ -237,9 +252,19 @@ def read_fp8(entry: dict) -> Format:
     block = entry.get("weight_block_size")
     if block is not None:
         block = blocks("weight_block_size", block, 2)
-    return Format(("weight", "weight_scale"), lambda p: Numbers(
-        checked(p["weight"], E4M3), None, p["weight_scale"], block or p["weight"].shape),
-                  passed_over=ACTIVATIONS if scheme == "static" else ())
+    return of_bytes(E4M3, lambda *shape: block or shape,
+                    ACTIVATIONS if scheme == "static" else ())
+
+
+def of_bytes(dtype: torch.dtype, block: Callable[[int, int], tuple[int, int]],
+             passed_over: tuple[str, ...], zeros: tuple[str, ...] = (),
+             by_powers: bool = False) -> Format:
+    """8 bits, stored as they are. block: as `WHOLE`, for one. by_powers: scales are the exponents
+    of powers of 2."""
+    return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
+        checked(p["weight"], dtype), p.get("weight_zero_point"),
+        powers(p["weight_scale"]) if by_powers else p["weight_scale"],
+        block(*p["weight"].shape)), passed_over=passed_over)
 
 
 def read_compressed(entry: dict) -> Format:
@@ -250,8 +275,9 @@ def read_compressed(entry: dict) -> Format:
         return mixed([(strings("targets", group.get("targets")), read_compressed(entry | dict(
             format=group.get("format") or entry.get("format"), config_groups={name: group})))
             for name, group in zip(named, groups, strict=True) if group.get("weights")])
-    form = allow(entry, "format", ("float-quantized", "int-quantized", "pack-quantized",
-                                   "nvfp4-pack-quantized", "mxfp4-pack-quantized"))
+    form = allow(entry, "format", (
+        "float-quantized", "int-quantized", "naive-quantized", "pack-quantized",
+        "mxfp8-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"))
     is_nv = form == "nvfp4-pack-quantized"
     is_e2m1 = is_nv or form == "mxfp4-pack-quantized"
     for name in ("transform_config", "sparsity_config"):
@@ -264,10 +290,6 @@ def read_compressed(entry: dict) -> Format:
         allow(group, "format", (form, None))
         allow(group, "output_activations", (None, {}))
         inputs = section(group, "input_activations")
-        if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") not in (
-                True, False, None, *["local"] * is_e2m1)):
-            refuse("input_activations", inputs, "activations are not rounded (W8A8), choose a "
-                   "checkpoint whose weights alone are quantised")
         fixed |= bool(inputs) and inputs.get("dynamic") is not True  # "local" has one of all
     passed_over = ACTIVATIONS if fixed else ()
     weights = section(groups[0], "weights")
@@ -284,12 +306,11 @@ def read_compressed(entry: dict) -> Format:
     allow(weights, "dynamic", (False, None))
     zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
     if form != "pack-quantized":
-        kind, dtype = ("float", E4M3) if form == "float-quantized" else ("int", torch.int8)
-        allow(weights, "type", (kind,), kind)
+        kinds = {"int-quantized": ("int",), "naive-quantized": ("int", "float")}.get(
+            form, ("float",))
+        dtype = torch.int8 if allow(weights, "type", kinds, kinds[0]) == "int" else E4M3
         allow(weights, "num_bits", (8,))
-        return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
-            checked(p["weight"], dtype), p.get("weight_zero_point"), p["weight_scale"],
-            block(p["weight"].shape)), passed_over=passed_over)
+        return of_bytes(dtype, block, passed_over, zeros, form == "mxfp8-quantized")
     allow(weights, "type", ("int",), "int")
     bits = allow(weights, "num_bits", (4, 8))
     is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
@@ -307,14 +328,14 @@ def read_compressed(entry: dict) -> Format:
         groups = p.get("weight_g_idx")
         if groups is not None and (groups < 0).any():  # -1: there is no order
             groups = None
-        return Numbers(values, zeros, p["weight_scale"], block(values.shape), groups)
+        return Numbers(values, zeros, p["weight_scale"], block(*values.shape), groups)
 
     return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order), read, bits,
                   is_ordered, passed_over=passed_over)
 
 
 def read_modelopt(entry: dict) -> Format:
-    """NVIDIA's Model Optimizer. 8-bit floats have one scale for the matrix, 4-bit ones a scale for
+    """NVIDIA's Model Optimizer. 8-bit floats have scales by `MODELOPT_FP8`, 4-bit ones a scale for
     each group of inputs and one of all. The KV cache's are passed over."""
     passed_over = (*ACTIVATIONS, *CACHED)
     if entry.get("quant_algo") == "MIXED_PRECISION":
@@ -322,28 +343,25 @@ def read_modelopt(entry: dict) -> Format:
         if not layers:
             refuse("quantized_layers", entry.get("quantized_layers"), "it must say which")
         return mixed([([name], read_modelopt(section(layers, name))) for name in layers])
-    if allow(entry, "quant_algo", ("FP8", "NVFP4", "MIXED_PRECISION")) == "FP8":
-        return Format(("weight", "weight_scale"), lambda p: Numbers(
-            checked(p["weight"], E4M3), None, p["weight_scale"], p["weight"].shape),
-            passed_over=passed_over)
+    algo = allow(entry, "quant_algo", (*MODELOPT_FP8, "NVFP4", "MIXED_PRECISION"))
+    if algo in MODELOPT_FP8:
+        return of_bytes(E4M3, MODELOPT_FP8[algo], passed_over, by_powers=algo == "MXFP8")
     size = group_size(entry) or 16
     return Format(("weight", "weight_scale", "weight_scale_2"), lambda p: Numbers(
         e2m1(p["weight"]), None, floats(p["weight_scale"]) * one_float(p["weight_scale_2"]) / 2,
         (1, size)), passed_over=passed_over)
 
 
-def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
-    """Of a matrix' shape, the rows and columns that share a scale."""
+def partial_block(weights: dict) -> Callable[[int, int], tuple[int, int]]:
+    """For `of_bytes`."""
     strategy = allow(weights, "strategy", ("tensor", "channel", "group", "block"))
     if strategy == "tensor":
-        return tuple
+        return WHOLE
     if strategy == "channel":
-        return lambda shape: (1, shape[1])
-    if strategy == "group":
-        [size] = blocks("group_size", weights.get("group_size"), 1)
-        return lambda shape: (1, size)
-    rows, columns = blocks("block_structure", weights.get("block_structure"), 2)
-    return lambda shape: (rows, columns)
+        return BY_ROW
+    size = (1, *blocks("group_size", weights.get("group_size"), 1)) if strategy == "group" else (
+        blocks("block_structure", weights.get("block_structure"), 2))
+    return lambda *_: size
 
 
 def read_gptq(entry: dict) -> Format:

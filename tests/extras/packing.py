@@ -209,10 +209,29 @@ def e2m1(rows: int, columns: int, seed: int, form: str) -> Packed:
     return Packed(entry, tensors, dense)
 
 
-def modelopt_fp8(rows: int, columns: int, seed: int) -> Packed:
-    one = fp8(rows, columns, seed, block=None)
-    return Packed(dict(quant_method="modelopt", quant_algo="FP8"),
-                  one.tensors | dict(input_scale=torch.tensor(0.5)), one.dense)
+def modelopt_fp8(algo: str) -> Callable[[int, int, int], Packed]:
+    """One scale, one for each row, or for blocks of 128 x 128, with two dimensions of 1 more."""
+    def make(rows: int, columns: int, seed: int) -> Packed:
+        block = {"FP8": None, "FP8_PB_WO": (128, 128)}.get(algo, (1, columns))
+        one = fp8(rows, columns, seed, block)
+        [scale] = [tensor for part, tensor in one.tensors.items() if part != "weight"]
+        scale = scale[:, None, :, None] if algo == "FP8_PB_WO" else scale.squeeze()
+        return Packed(dict(quant_method="modelopt", quant_algo=algo), dict(
+            weight=one.tensors["weight"], weight_scale=scale, input_scale=torch.tensor(0.5)),
+            one.dense)
+
+    return make
+
+
+def mxfp8(rows: int, columns: int, seed: int, is_compressed: bool = False) -> Packed:
+    """e4m3, and a power of 2 for 32 inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator).mul(40).to(torch.float8_e4m3fn)
+    exponents = torch.randint(118, 121, (rows, -(-columns // 32)), generator=generator)
+    dense = weight.float() * (2.0 ** (exponents - 127)).repeat_interleave(32, 1)[:, :columns]
+    entry = dict(quant_method="modelopt", quant_algo="MXFP8") if not is_compressed else compressed(
+        "mxfp8-quantized", type="float", strategy="group", group_size=32)
+    return Packed(entry, dict(weight=weight, weight_scale=exponents.to(torch.uint8)), dense)
 
 
 FORMATS: dict[str, Callable[[int, int, int], Packed]] = {
@@ -234,7 +253,9 @@ FORMATS: dict[str, Callable[[int, int, int], Packed]] = {
     "nvfp4-pack-quantized": lambda *of: e2m1(*of, "nv"),
     "mxfp4-pack-quantized": lambda *of: e2m1(*of, "mx"),
     "NVFP4": lambda *of: e2m1(*of, "modelopt"),
-    "FP8": modelopt_fp8,
+    "mxfp8-quantized": lambda *of: mxfp8(*of, is_compressed=True),
+    "MXFP8": mxfp8,
+    **{algo: modelopt_fp8(algo) for algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")},
 }
 
 

@@ -210,13 +210,6 @@ def test_parts_of_the_right_size_that_mean_something_else_are_refused(make, part
 # --------------------------------------------------------------------------- refusals
 
 
-def activations(**entries) -> dict:
-    """Activations that are rounded, too."""
-    entry = compressed("int-quantized", strategy="channel")
-    entry["config_groups"]["group_0"]["input_activations"] = dict(num_bits=8) | entries
-    return entry
-
-
 def two_groups() -> dict:
     entry = compressed("pack-quantized", strategy="channel")
     other = compressed("pack-quantized", strategy="channel", num_bits=4)["config_groups"]
@@ -233,11 +226,8 @@ REFUSED = [
     (FP8 | dict(activation_scheme="tensor"), "activation_scheme='tensor'.*dynamic.*static"),
     (AUTO | dict(packing_format="auto_round:gptqmodel_marlin"), "packing_format=.*auto_gptq"),
     (AUTO | dict(data_type="mx_fp"), "data_type='mx_fp'"), (AUTO | dict(act_bits=8), "act_bits=8"),
-    (FP8 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme="),
     (FP8 | dict(fmt="e5m2"), "fmt='e5m2'"),
-    (activations(type="int", dynamic=True), "input_activations=.*W8A8"),
-    (activations(type="float", dynamic="local"), "input_activations=.*W8A8"),
-    (activations(dynamic=False), "input_activations=.*W8A8"),
+    (compressed("naive-quantized", strategy="channel", num_bits=4), "num_bits=4.*choose 8"),
     (compressed("marlin-24"), "format='marlin-24'.*pack-quantized"),
     (compressed("nvfp4-pack-quantized", num_bits=4), "type='int'.*choose float"),
     (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), "quant_algo='W4A8_AWQ'.*FP8 or NVFP4"),

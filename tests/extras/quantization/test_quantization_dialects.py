@@ -11,6 +11,7 @@ import pytest
 import torch
 from loading import stored_tensors
 from packing import (
+    FORMATS,
     GROUP,
     SMALL,
     Drawn,
@@ -25,6 +26,7 @@ from packing import (
     text_of,
     words,
     write,
+    write_mixture,
 )
 from safetensors.torch import save_file
 
@@ -161,16 +163,37 @@ def test_a_bias_of_zeros_that_the_model_has_is_used_once(checkpoints, tmp_path):
 GPTQ = gptq(8, 16, 0).entry
 
 
-@pytest.mark.parametrize("name, settings", [
-    ("dynamic", {r"+:.*\.down_proj": dict(bits=8)}),
-    ("dynamic", {r".*\.down_proj": dict(bits=4, group_size=64)}),
-    ("dynamic", {r"-:.*\.up_proj": {}, r"+:.*\.down_proj": dict(sym=True)}),
-    ("extra_config", {"layers.0.mlp.down_proj": dict(bits=8, group_size=16)}),
-])
-@pytest.mark.parametrize("entry", [GPTQ, awq(8, 16, 0).entry | dict(sym=False)])
-def test_settings_that_differ_from_matrix_to_matrix_are_refused(entry, name, settings):
-    with pytest.raises(ValueError, match=f" {name}="):
-        read_format(entry | {name: settings})
+UP_AND_DOWN = {r"-:lm_head": {}, r"+:.*\.mlp\.(up|down)_proj": dict(bits=8), r".*\.mlp": {}}
+
+
+@pytest.mark.parametrize("settings", [
+    dict(dynamic=UP_AND_DOWN),
+    dict(dynamic={r"model\.layers\.\d+\.mlp\.[ud]": dict(bits=8, group_size=GROUP)}),
+    dict(extra_config={f"model.layers.12.mlp.{name}_proj": dict(bits=8, sym=False)
+                       for name in ("up", "down")} | {"lm_head": dict(bits=16)}),
+    dict(extra_config={r".*(up|down)_proj": dict(bits=8)})])
+def test_settings_of_some_matrices_go_by_their_names(settings):
+    """A pattern finds a name from its first letter on (GPTQModel's); AutoRound knows both."""
+    form = read_format(GPTQ | dict(bits=4) | settings)
+    for name, bits in (("mlp.up", 8), ("mlp.down", 8), ("mlp.gate", 4), ("self_attn.q", 4)):
+        assert form.of(f"model.layers.12.{name}_proj").bits == bits
+
+
+def test_the_text_of_a_file_with_4_bits_and_8(checkpoints, tmp_path):
+    folder, dense = write_mixture(checkpoints["qwen3"], tmp_path, {
+        r"(up|down)_proj": FORMATS["gptq, 8 bits"], "_proj": gptq},
+        GPTQ | dict(dynamic=UP_AND_DOWN))
+    assert text_of(folder) == text_of(dense)
+    assert len(text_of(folder, quantization="int4")) == 16
+
+
+@pytest.mark.parametrize("entry, words", [
+    (GPTQ | dict(dynamic={".*": dict(bits=3)}), "bits=3.*4 or 8"),
+    (awq(8, 16, 0).entry | dict(extra_config={"layers.0.mlp": dict(bits=8)}), "bits=8.*choose 4"),
+    (GPTQ | dict(dynamic=[".*"]), "dynamic=.*an object")])
+def test_settings_of_some_matrices_are_refused_as_those_of_all(entry, words):
+    with pytest.raises(ValueError, match=words):
+        read_format(entry)
 
 
 @pytest.mark.parametrize("settings", [
@@ -244,11 +267,19 @@ def changed(one: Packed, group: dict | None = None, **weights) -> Packed:
 @pytest.mark.parametrize("change", [
     dict(actorder="weight"), dict(actorder="static"), dict(actorder=False), dict(dynamic=False),
     dict(group=dict(format="pack-quantized")), dict(group=dict(output_activations=None)),
+    dict(group=dict(input_activations=dict(num_bits=8, type="int", dynamic=True))),
     dict(observer="minmax", scale_dtype="torch.bfloat16")], ids=str)
 def test_settings_that_change_no_number_are_read(change):
     one = pack(40, 64, 3, symmetric=False)
     assert torch.equal(read(changed(one, **change)), one.dense)
     assert torch.equal(read(one, sparsity_config=dict(format="dense", targets=[])), one.dense)
+
+
+@pytest.mark.parametrize("make", [float_rows, int_rows])
+def test_the_oldest_format_may_hold_either_kind(make):
+    """ "naive-quantized": of weights alone in 8-bit floats, and before other names were there."""
+    one = make(40, 64, 3)
+    assert torch.equal(read(one, format="naive-quantized"), one.dense)
 
 
 @pytest.mark.parametrize("name", ["group", "dynamic", True])
@@ -309,11 +340,32 @@ def static_compressed(*of: int) -> Packed:
     return beside(one, input_scale=torch.tensor([0.02]), input_zero_point=torch.zeros(1))
 
 
-@pytest.mark.parametrize("make", [static_fp8, static_compressed])
-def test_fixed_scales_of_activations_are_passed_over_and_said_once(checkpoints, tmp_path, make,
-                                                                   capsys):
-    """As for scales that are found in the step: activations are not rounded."""
-    folder, dense = write(checkpoints["qwen3"], tmp_path, make)
+def static_int8(*of: int) -> Packed:
+    """W8A8."""
+    one = int_rows(*of)
+    one.entry["config_groups"]["group_0"]["input_activations"] = dict(
+        num_bits=8, type="int", dynamic=False, symmetric=False, strategy="tensor")
+    return beside(one, input_scale=torch.tensor([0.02]),
+                  input_zero_point=torch.ones(1, dtype=torch.int8))
+
+
+def with_cached_scales(*of: int) -> Packed:
+    """Keys and values in 8 bits; of all matrices, since one packer makes them."""
+    one = float_rows(*of)
+    scheme = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+    return beside(one._replace(entry=one.entry | dict(kv_cache_scheme=scheme)),
+                  k_scale=torch.ones(1), v_scale=torch.ones(1))
+
+
+@pytest.mark.parametrize("make", [static_fp8, static_compressed, static_int8, with_cached_scales])
+def test_fixed_scales_of_activations_and_of_a_cache_are_passed_over(make):
+    """As those that are found in the step."""
+    one = make(40, 64, 3)
+    assert torch.equal(read(one), one.dense) and read_format(one.entry).passed_over
+
+
+def test_that_scales_are_passed_over_is_said_once(checkpoints, tmp_path, capsys):
+    folder, dense = write(checkpoints["qwen3"], tmp_path, static_fp8)
     expected = text_of(dense)
     for impl in ("nanoserve", "transformers"):
         capsys.readouterr()
