@@ -87,6 +87,7 @@ class Batch:
     seq_lens_host: list[int]  # (b,)
     network: int = 0  # see `Step`
     graph: tuple[int, ...] = ()  # the `Size` that is replayed, on all ranks
+    has_controls: bool = False  # in such a step logits are edited or scored, which no graph does
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
     is_padded: bool = False  # for a graph whose rows may have several tokens: no row is a decode
 
@@ -94,8 +95,8 @@ class Batch:
     def views(cls, host: np.ndarray, device: torch.Tensor, sections: Iterable[str]) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
         names = list(sections)
-        end, *lengths, network = host[:len(names) + 2].tolist()
-        graph = tuple(host[len(names) + 2:][:GRAPH].tolist())
+        end, *lengths, network, has_controls = host[:len(names) + 3].tolist()
+        graph = tuple(host[len(names) + 3:][:GRAPH].tolist())
         views = dict(zip(names, device[HEADER:end].split(lengths), strict=True))
         places = pairwise(accumulate(lengths, initial=HEADER))
         host_views = {name: host[i:j] for name, (i, j) in zip(names, places, strict=True)}
@@ -107,7 +108,7 @@ class Batch:
         query_lens, num_rows = np.diff(host_views["cu_seqlens_q"]), len(host_views["seq_lens"])
         views["block_tables"] = views["block_tables"].view(num_rows, -1 if num_rows else 0)
         return cls(**views, host=host_views, network=network, extra=extra,
-                   graph=graph if graph[0] else (),
+                   graph=graph if graph[0] else (), has_controls=bool(has_controls),
                    num_decodes=int(np.count_nonzero(query_lens <= 1)),  # 0 in rows of padding
                    num_unknown=int(np.count_nonzero(host_views["input_ids"] < 0)),
                    query_lens=query_lens.tolist(), seq_lens_host=host_views["seq_lens"].tolist())
@@ -125,8 +126,8 @@ class Batch:
 
 
 SECTIONS = {one.name: one.metadata["section"] for one in fields(Batch) if one.metadata}
-# The header: where the last section ends, each one's length, the network, the graph. Its length is
-# even, and has room for the sections of extras.
+# The header: where the last section ends, each one's length, the network, whether a row has
+# controls, the graph. Its length is even, and has room for the sections of extras.
 HEADER, GRAPH = 32, 5
 PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.per == "params"])
 
@@ -220,8 +221,9 @@ class BatchBuilder:
                     place[len(values):] = place[len(values) - 1] if padding is AGAIN else padding
             at += length
             lengths.append(length)
-        host[:len(lengths) + 2] = [at, *lengths, step.network]
-        host[len(lengths) + 2:][:GRAPH] = size or 0
+        has_controls = not step.network and any(seq.request.has_controls for seq in step.sampling)
+        host[:len(lengths) + 3] = [at, *lengths, step.network, has_controls]
+        host[len(lengths) + 3:][:GRAPH] = size or 0
 
     def _numbers(self, step: Step, width: int) -> dict[str, np.ndarray | list[int]]:
         """What is in each section. width: blocks of the longest table."""

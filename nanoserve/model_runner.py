@@ -210,7 +210,7 @@ class ModelRunner:
         """Graphs, once weights and cache are there; none where that fails, which is said."""
         if self.wants_graphs and self.kv_cache and self.model is not None:
             with self.on_device():
-                self.graphs = recorded(self.builder, self._decode, self.graph_class,
+                self.graphs = recorded(self.builder, self._states, self._choose, self.graph_class,
                                        num_networks=len(self.networks),
                                        num_drafts=self.parts.num_drafts,
                                        is_ours=self.parts.make_network is None,
@@ -256,8 +256,6 @@ class ModelRunner:
         """Queue one step. Returns a token for each of `step.samples()`, and the logprobs that are
         wanted, on their way to the host; with a pooler, what it makes of the hidden states."""
         size = None if self.graphs is None else self.graphs.size_for(step)
-        if self.ranks.size > 1 and any(seq.request.has_controls for seq in step.sampling):
-            size = None  # the others would not know that logits are made once more
         message = self.builder.take_buffer()
         self.builder.write(step, message, size)
         with self.on_device():
@@ -302,16 +300,19 @@ class ModelRunner:
         kv_cache = self.kv_cache[len(self.model.kv_shapes):] if batch.network else self.kv_cache
         return self.networks[batch.network](ids, batch.positions, kv_cache, batch, wanted)
 
-    def _decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """What graphs record: the token behind each of the batch's is chosen, without edits. With
-        several of a row, the samples are in another order than the tokens."""
-        hidden = self._forward(batch, batch.logits_indices.long() if batch.is_padded else None)
+    def _states(self, batch: Batch) -> torch.Tensor:
+        """What graphs record: the token behind each of the batch's will be chosen. With several of
+        a row, the samples are in another order than the tokens."""
+        return self._forward(batch, batch.logits_indices.long() if batch.is_padded else None)
+
+    def _choose(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """And these tokens, without edits. hidden: of `_states`."""
         logits = self.networks[batch.network].compute_logits(hidden)
         token_ids = (batch.logits_indices.long() if logits is None  # rank 0's will come
                      else self.ops.argmax(logits) if batch.network  # drafts are greedy
                      else choose_plain(logits, batch, self.ops))
         self._keep(batch, token_ids)
-        return hidden, token_ids
+        return token_ids
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
         """Put the last token of row r in the place of -1 - r."""

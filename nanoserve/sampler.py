@@ -150,19 +150,17 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
 
     hidden: (s + p, hidden_size), of the tokens that sample, then of the prompt positions. Ranks
     above 0 compute their shares of all logits, for which `compute_logits` gives them None, and
-    return stand-ins for rank 0's tokens. ops: the namespace that computes. chosen: what a graph has
-    chosen, without the edits.
+    return stand-ins for rank 0's tokens. ops: the namespace that computes. chosen: the tokens, if a
+    graph has chosen them, where no row has controls.
     """
     rows, positions = hidden.split((len(batch.logits_indices), len(batch.prompt_logprob_indices)))
-    is_kept = chosen is not None and inputs.edits is None
-    if not is_kept or inputs.logprob_rows:
+    is_kept = chosen is not None
+    if not is_kept:
         logits = compute_logits(rows)  # (s, vocab_size)
-        if logits is None:
-            chosen = batch.logits_indices.long()
-        elif not is_kept:
-            chosen = choose(logits, batch, inputs, ops)
+        chosen = (batch.logits_indices.long() if logits is None
+                  else choose(logits, batch, inputs, ops))
     output = SamplerOutput(chosen, is_kept, failed=inputs.edits.failed if inputs.edits else {})
-    if inputs.logprob_rows and logits is not None:
+    if inputs.logprob_rows:
         asked = put(inputs.logprob_rows, torch.int64, device=logits.device)
         output.logprobs = score(logits.index_select(0, asked), chosen[asked], inputs.num_logprobs)
         output.logprob_rows = inputs.logprob_rows

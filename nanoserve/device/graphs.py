@@ -12,17 +12,18 @@ change but the contents of memory:
 
 So batches come in sizes that are recorded beforehand, up to the largest there can be (nano-vllm's
 stopped below it, and the first full batch crashed), and each tensor of a batch is at the same
-address for the same size. Only steps that choose a token behind each of theirs are recorded, with
-the LM head and the choice. In a step with prompt tokens the kernels run long enough to hide the
-launches.
+address for the same size. Only steps that choose a token behind each of theirs are recorded. In a
+step with prompt tokens the kernels run long enough to hide the launches.
+
+    layers ──► hidden states ──► LM head, choice ──► tokens     two recordings, one behind the other
+                    └──► LM head ──► edits, logprobs, choice    where a row asks for them: no replay
 
 Where rows have drafts to check, a size is a number of rows and one of tokens, which rows share as
-it comes: one row with a draft beside 60 that decode is a replay, too. The first network has two
-such sizes for each number of rows, for a few drafts and for all that there can be.
+it comes: one row with a draft beside 60 that decode is a replay, too. For each power of two rows
+the first network has two such sizes, for a few drafts and for all that there can be.
 
-A recording keeps the memory of what it returns. So it returns hidden states and tokens, and no
-logits: those of 20 sizes and 152,000 tokens would be 0.7 GB. A step whose rows ask for edits or
-logprobs multiplies with the LM head once more. A network of transformers' returns logits: all its
+A recording keeps the memory of what it returns. So no logits are returned: those of 20 sizes and
+152,000 tokens would be 0.7 GB. A network of transformers' has nothing else to return: all its
 recordings write them to the same memory.
 
 Invariants: a replay gives what the recorded function would have given, bit for bit. A recording
@@ -48,7 +49,8 @@ from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import SamplingParams
 from nanoserve.sequence import CoreRequest, Sequence, Step
 
-Recorded = tuple[torch.Tensor, ...]  # the function's results: the same memory at every replay
+Layers = Callable[[Batch], torch.Tensor]  # gives the states of the tokens that sample
+Choose = Callable[[torch.Tensor, Batch], torch.Tensor]  # turns them into tokens
 FEW_DRAFTS = 15  # beyond one token a row, in a size for a few drafts: one row may have all of them
 MANY_TOKENS = 256  # from here on a step with drafts runs long enough to hide its launches
 
@@ -68,29 +70,29 @@ class CudaGraph:
 
     def __init__(self, memory=None):
         self.graph, self.shared = torch.cuda.CUDAGraph(), memory
-        self.outputs: Recorded = ()
+        self.output: torch.Tensor | None = None  # the same memory at every replay
 
-    def capture(self, function: Callable[[], Recorded]) -> None:
+    def capture(self, function: Callable[[], torch.Tensor]) -> None:
         # "thread_local": another thread's engine may allocate meanwhile, which else ends both.
         # Where recording fails, torch leaves its stream the current one: the outer `with` does not.
         with (torch.cuda.stream(torch.cuda.current_stream()),
               torch.cuda.graph(self.graph, pool=self.shared, capture_error_mode="thread_local")):
-            self.outputs = function()
+            self.output = function()
 
-    def replay(self) -> Recorded:
+    def replay(self) -> torch.Tensor:
         self.graph.replay()
-        return self.outputs
+        return self.output
 
     def memory(self):
         return self.graph.pool()
 
 
-def recorded(builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_class: type,
+def recorded(builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
              **options) -> "DecodeGraphs | None":
     """`DecodeGraphs` of the same arguments; None, and a sentence on standard error, where recording
     fails. What was recorded by then gives its memory back. Raises what a broken device raises."""
     try:
-        return DecodeGraphs(builder, run, graph_class, **options)
+        return DecodeGraphs(builder, layers, choose, graph_class, **options)
     except Exception as error:  # a recording that ends early may have an error of its own
         remedy, why = "", f"{type(error).__name__}: {shorten(str(error), 200)}"
         if torch.OutOfMemoryError in (type(error), type(error.__context__)):
@@ -109,15 +111,16 @@ def recorded(builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_clas
 class DecodeGraphs:
     """The recordings of a step of decodes, by its size.
 
-    builder: makes the batches. run: what is recorded; nothing in it may depend on what the host
-    knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. num_networks: one
-    more than draft for the first. num_drafts: the most of a row. is_ours: else the first network is
-    transformers', which returns logits, and each kind of recording is tried. ranks: the `Ranks`;
-    all of them record the same. Raises whatever ends a recording: see `recorded`.
+    builder: makes the batches. layers, choose: what is recorded; nothing in it may depend on what
+    the host knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in.
+    num_networks: one more than draft for the first. num_drafts: the most of a row. is_ours: else
+    the first network is transformers', which returns logits, and each kind of recording is tried.
+    ranks: the `Ranks`; all of them record the same. Raises whatever ends a recording: see
+    `recorded`.
     """
 
     @torch.inference_mode()
-    def __init__(self, builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_class: type,
+    def __init__(self, builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
                  num_networks: int = 1, num_drafts: int = 0, is_ours: bool = True, ranks=None):
         max_num_seqs, device = len(builder.tables), builder.device_buffer.device
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
@@ -126,7 +129,7 @@ class DecodeGraphs:
             self.sizes += [one._replace(extra=True) for one in self.sizes if not one.network]
             self.sizes.sort(key=lambda size: size.tokens)
         is_told, agree = (True, bool) if ranks is None else (ranks.rank == 0, ranks.least)
-        self.graphs: dict[Size, CudaGraph] = {}
+        self.graphs: dict[Size, tuple[CudaGraph, CudaGraph]] = {}  # the layers, and the choice
         self.found: dict[tuple, Size | None] = {}  # see `size_for`
         start, memory, logits = time.perf_counter(), None, None
         on_gpu = graph_class is CudaGraph
@@ -139,29 +142,32 @@ class DecodeGraphs:
             step = Step(0, network=size.network, sections=dict.fromkeys(
                 builder.extra if size.extra else (), {}))
             batch = self._fix(builder.build(step, size), size)
-            run(batch)  # once for real: kernels are compiled, and libraries take what they need
-            graph = self.graphs[size] = graph_class(memory)
+            choose(layers(batch), batch)  # for real: kernels are compiled, libraries take memory
             into = None if size.network else logits
             try:
-                graph.capture(lambda batch=batch, into=into: shared(run(batch), into))
+                first = graph_class(memory)
+                first.capture(lambda batch=batch, into=into: shared(layers(batch), into))
+                memory = memory or first.memory()
+                second = graph_class(memory)
+                second.capture(lambda batch=batch, first=first: choose(first.output, batch))
             except Exception:
                 agree(0)
                 raise
             if not agree(1):  # or this rank would go on, and wait for the others
                 raise RuntimeError("another rank can't record it")
             if not (is_ours or size.network or logits is not None):
-                logits = graph.outputs[0]  # the largest one's: the others write to its memory
-            memory = memory or graph.memory()
+                logits = first.output  # the largest one's: the others write to its memory
+            self.graphs[size] = first, second
         for size in {} if is_ours else {one[2:]: one for one in self.sizes[::-1]}.values():
-            self._try(builder, run, size)
+            self._try(builder, layers, size)
         self.seconds = time.perf_counter() - start
         self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
         if is_told:
-            tqdm.write(f"nanoserve: {len(self.sizes)} CUDA graphs for batches of 1 to "
+            tqdm.write(f"nanoserve: CUDA graphs for {len(self.sizes)} sizes of batches of 1 to "
                        f"{max_num_seqs} took {self.seconds:.1f} s and "
                        f"{self.memory / 2 ** 20:,.0f} MB", file=sys.stderr)
 
-    def _try(self, builder: BatchBuilder, run: Callable[[Batch], Recorded], size: Size) -> None:
+    def _try(self, builder: BatchBuilder, layers: Layers, size: Size) -> None:
         """Replay two contents beside the function itself. Raises `RuntimeError` where they differ:
         something that the host knows is frozen in the recording. All KV goes to block 0."""
         room = builder.tables.shape[1] * builder.block_size
@@ -173,9 +179,9 @@ class DecodeGraphs:
             step = Step(0, {seq: 1 + len(drafts)}, [known - 1], [seq], drafts and {seq: drafts},
                         size.network, sections={
                             name: {seq: 1} for name in builder.extra if size.extra})
-            right, _ = run(self._fix(builder.build(step, size), size))
+            right = layers(self._fix(builder.build(step, size), size)).clone()
             got, right = (one[:1 + len(drafts)].float().nan_to_num() for one in (
-                self.graphs[size].replay()[0], right.clone()))
+                self.graphs[size][0].replay(), right))
             if not (got - right).norm() <= 1e-2 * right.norm():
                 raise RuntimeError("a replay gives other numbers than the step")
 
@@ -201,17 +207,16 @@ class DecodeGraphs:
                 and size.drafts == (tokens > rows) and size.extra == extra)), None)
         return self.found[key]
 
-    def replay(self, batch: Batch) -> Recorded:
-        """batch: padded to its size."""
+    def replay(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states, and the tokens, unless a row has controls. batch: padded to its size."""
         self._fix(batch, Size(*batch.graph))
-        return self.graphs[batch.graph].replay()
+        layers, choice = self.graphs[batch.graph]
+        return layers.replay(), None if batch.has_controls else choice.replay()
 
 
-def shared(outputs: Recorded, memory: torch.Tensor | None) -> Recorded:
-    """The same, but for the first, which is written to the memory of a larger one."""
-    if memory is None:
-        return outputs
-    return memory[:len(outputs[0])].copy_(outputs[0]), *outputs[1:]
+def shared(output: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+    """The same, written to the memory of a larger one if there is one."""
+    return output if memory is None else memory[:len(output)].copy_(output)
 
 
 def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,
@@ -220,11 +225,13 @@ def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,
     rows with drafts. Without a drafter a grammar may still force a few tokens."""
     sizes = [Size(rows, rows, network=network) for rows in graph_sizes(max_num_seqs)
              for network in range(num_networks)]
-    for fewer, rows in pairwise([0, *graph_sizes(max_num_seqs)]):
+    powers = [2 ** i for i in range(10) if 2 ** i < max_num_seqs]
+    for fewer, rows in pairwise([0, *powers, max_num_seqs]):
         most = rows * num_drafts if num_drafts else FEW_DRAFTS
-        for drafts in (min(most, FEW_DRAFTS), most if rows + most <= MANY_TOKENS else 0):
+        few = min(most, FEW_DRAFTS)
+        for drafts in (few, max(few, min(most, MANY_TOKENS - rows))):
             tokens = min(rows + drafts, most_samples)
-            if tokens > fewer + 1 and drafts:  # one more row than before, and a draft
+            if tokens > fewer + 1:  # one more row than before, and a draft
                 sizes.append(Size(rows, tokens, drafts=True))
     return sorted(set(sizes), key=lambda size: (size.tokens, size.rows))
 

@@ -81,7 +81,8 @@ def test_any_row_may_have_some_drafts_beside_any_number_of_others(num_drafts, mo
 
 def test_what_is_recorded():
     """Steps that sample behind each of their tokens: no chunk, and no step that samples nothing. Of
-    a draft network its decodes."""
+    a draft network its decodes. Drafts take fewer sizes than decodes."""
+    assert len(of_sizes(256).sizes) == 20 + 9
     graphs, step = of_sizes(8, 2, 3), decodes("abc")
     assert graphs.size_for(step) == Size(4, 4)
     assert graphs.size_for(replace(step, network=1)) == Size(4, 4, network=1)
@@ -102,7 +103,7 @@ def test_block_tables_are_copied_to_where_the_recording_reads_them():
             self.replays = 0
 
         def capture(self, function):
-            function()
+            self.output = function()
 
         def replay(self):
             self.replays += 1
@@ -112,7 +113,8 @@ def test_block_tables_are_copied_to_where_the_recording_reads_them():
 
     read = []
     builder = BatchBuilder(4, 8, 64, 4, torch.device("cpu"), staged=True)
-    graphs = DecodeGraphs(builder, lambda batch: read.append(batch.block_tables), Called)
+    graphs = DecodeGraphs(builder, lambda batch: read.append(batch.block_tables),
+                          lambda states, batch: None, Called)
     assert [tuple(tables.shape) for tables in read[1::2]] == [
         (size.rows, 16) for size in graphs.graphs]
     seqs = [sequence(name, range(5), row=row, block_table=table)
@@ -121,8 +123,11 @@ def test_block_tables_are_copied_to_where_the_recording_reads_them():
     assert read[1][:3, :2].tolist() == [[3, 0], [7, 5], [2, 0]]
     graphs.replay(builder.build(decodes(seqs[2:]), Size(1, 1)))
     assert read[-1][0, 0] == 2 and read[1][1, :2].tolist() == [7, 5]
-    assert [size for size, graph in graphs.graphs.items() if graph.replays] == [Size(4, 4),
-                                                                                Size(1, 1)]
+    seqs[0].request = replace(seqs[0].request, params=SamplingParams(logprobs=0))
+    assert graphs.replay(builder.build(decodes(seqs[:1]), Size(1, 1)))[1] is None
+    assert {size: tuple(graph.replays for graph in both) for size, both in graphs.graphs.items()
+            if both[0].replays} == {Size(4, 4): (1, 1), Size(1, 1): (2, 1)}, (
+        "a row with controls replays the layers alone: the head is multiplied behind them")
 
 
 # ---------------------------------------------------------- the same tokens
@@ -168,7 +173,7 @@ def test_graphs_equal_eager_in_mixed_company(checkpoints, references, prompts, r
 def test_samples_and_controls_equal_eager(checkpoints, recorded):
     """Temperature, filters, penalties, bad words, logprobs: in graphs, and the same engine without.
 
-    What a graph can't know, penalties, is chosen anew, from the hidden states it leaves behind.
+    What a graph can't know, penalties, is chosen from the hidden states it leaves behind.
     """
     params = [SamplingParams(**dict(seed=i, max_tokens=2, ignore_eos=True) | kinds)
               for i, kinds in enumerate((
@@ -181,7 +186,7 @@ def test_samples_and_controls_equal_eager(checkpoints, recorded):
         engine = start(checkpoints["tiny"], max_num_seqs=6, enforce_eager=enforce_eager)
         assert (engine.runner.graphs is None) == enforce_eager
         outputs = []
-        # Together they choose anew. By themselves: the recording's own choice, logprobs, edits.
+        # Together they choose behind it. By themselves: the recording's choice, logprobs, edits.
         for some in (slice(6), slice(3), slice(3, 4), slice(5, 6)):
             outputs += engine.generate(prompts[some], params[some], use_tqdm=False)
         told.append([output.outputs[0].token_ids for output in outputs])
@@ -226,8 +231,9 @@ def test_a_recording_keeps_no_logits(checkpoints, recorded):
     graphs = start(checkpoints["tiny"], max_num_seqs=2).runner.graphs.graphs
     assert list(graphs) == [Size(2, 2), Size(1, 2, True), Size(1, 1)], (
         "the largest first, in whose memory the others find room")
-    for size, graph in graphs.items():
-        assert [tuple(out.shape) for out in graph.outputs] == [(size.tokens, 32), (size.tokens,)]
+    for size, (layers, choice) in graphs.items():
+        assert layers.output.shape == (size.tokens, 32) and choice.output.shape == (size.tokens,)
+        assert any(not hasattr(call[0], "overloadpacket") for call in layers.calls), "no kernels"
 
 
 @pytest.mark.parametrize("error, after, why", [
@@ -249,7 +255,7 @@ def test_where_recording_fails_steps_run_one_by_one(checkpoints, recorded, monke
 
     def fail(graph, function):
         made.append(weakref.ref(graph))
-        if len(made) % 2:  # the first, and largest one is recorded
+        if len(made) % 3:  # both of the first, and largest one are recorded
             return capture(graph, function)
         try:
             raise error("not permitted")
@@ -263,7 +269,7 @@ def test_where_recording_fails_steps_run_one_by_one(checkpoints, recorded, monke
     for tried in (engine, start(checkpoints["tiny"], max_num_seqs=2)):
         assert tried.runner.graphs is None and ids(tried) == expected
         assert not any(graph() for graph in made), "a failed start keeps no recording"
-    assert len(made) == 4
+    assert len(made) == 6
     assert re.search(f"can't be recorded [(]{why}.*enforce_eager=True", capsys.readouterr().err)
 
 
