@@ -197,12 +197,14 @@ def take_out(message: object, kind: str, found: list[object]) -> object:
     for part in message["content"]:
         name = part.get("type") if isinstance(part, dict) else None
         if name in PARTS[kind]:
-            one = part.get(f"{kind}_url", part.get(name))
+            one = part.get(f"{kind}_url", part.get(name, part.get("source")))  # Anthropic's
+            if one is None or isinstance(one, Mapping) and not {"url", "data"} & one.keys():
+                raise ValueError(f"the message's {name} has no url and no data, and no files are "
+                                 "kept here: send it itself, in base64 (what a processor made goes "
+                                 f"to generate(), with its prompt_token_ids), got {part!r:.80}")
             if isinstance(one, Mapping):
-                if not {"url", "data"} & one.keys():
-                    raise ValueError(f"the message's {name} has no url, and what a processor made "
-                                     "goes with its prompt_token_ids: use generate() for it")
-                one = one.get("url", f"data:audio/wav;base64,{one.get('data')}")
+                form = one.get("media_type", "audio/wav")
+                one = one.get("url", f"data:{form};base64,{one.get('data')}")
             found.append(one)
             part = Taken(type=kind)
         parts.append(part)

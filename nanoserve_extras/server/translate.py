@@ -158,26 +158,10 @@ def joined(turns: Iterable[dict]) -> list[dict]:
 
 
 def texts(content: Any) -> Any:
-    """Content as a chat has it: a list of parts. What is no text is refused later."""
+    """Content as a chat has it: a list of parts. What is none is refused later."""
     if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        return [] if content is None else content
-    return [part_of(part) if isinstance(part, dict) else part for part in content]
-
-
-def part_of(part: dict) -> dict:
-    """A part of a message as a chat has it. Raises `ValueError` for an image that is not in it."""
-    if part.get("type") not in ("input_image", "image"):
-        return part
-    source = part.get("source") or {}  # Anthropic's way to give an image
-    url = part.get("image_url", source.get("url"))
-    if source.get("type") == "base64":
-        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-    if not isinstance(url, str):
-        raise ValueError("an image must be sent itself, in base64, because no files are kept here, "
-                         f"got {part!r:.120}")
-    return dict(type="image_url", image_url=url)
+        return [{"type": "text", "text": content}]
+    return [] if content is None else content
 
 
 def form_of(field: str, form: Any) -> dict | None:
