@@ -11,9 +11,10 @@ parallelism a rank keeps a share of each matrix only:
     qkv_proj.weight      rows 0..31        rows 32..39       rows 40..47         (48, 32)
 
 `tensors(path)` names these checkpoint tensors, each with a function that copies this rank's share
-of it. The loader checks that each of these functions was called exactly once, and then calls
-`finish_loading`, which packs the weight into the memory layout that this device multiplies with
-(`ops.pack`).
+of it. The loader checks that each of these functions was called exactly once. When all tensors of a
+decoder's layer have come, it calls `finish_loading`, which packs the weight into the memory layout
+that this device multiplies with (`ops.pack`). A weight that will be packed has memory only from its
+first tensor (`make_room`) until then, so a model is never there twice.
 
 A Linear is cut by rows or by columns, and the two alternate: see parallel/ranks.py. Not known here:
 files, the order of layers, the KV cache. Road not taken: `nn.Linear` and `nn.Embedding`, which
@@ -40,14 +41,16 @@ Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` 
 class Placement:
     """The device and dtype of the weights, and the operators: the same for all layers of a model.
 
-    linear, embedding, experts: what makes these layers; an extra may put its own here. assemble:
-    turns a quantised checkpoint's tensors into weights, see `load_weights`.
+    empty: makes a weight's memory. linear, embedding, experts: what makes these layers; an extra
+    may put its own here. assemble: turns a quantised checkpoint's tensors into weights, see
+    `load_weights`.
     """
 
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks = SOLO
     ops: ModuleType = ops  # or one of its twins, which have the same functions
+    empty: Callable[..., torch.Tensor] = torch.empty
     linear: Callable[..., "Linear"] = field(default_factory=lambda: Linear)
     embedding: Callable[..., "Embedding"] = field(default_factory=lambda: Embedding)
     experts: Callable[..., nn.Module] = field(default_factory=lambda: Experts)
@@ -55,8 +58,13 @@ class Placement:
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Memory that the loader will fill."""
-        memory = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        memory = self.empty(*shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(memory, requires_grad=False)
+
+    def shape(self, *shape: int) -> nn.Parameter:
+        """In a weight's place until it has memory: torch's "meta" tensors have none."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"),
+                            requires_grad=False)
 
 
 def beside(path: str, name: str) -> str:
@@ -107,7 +115,7 @@ class Linear(nn.Module):
         self.inputs, self.ranks, self.ops = Span.of(inputs), on.ranks, on.ops
         self.matrices = {name: Span.of(rows) for name, rows in matrices.items()}
         size = sum(rows.size for rows in self.matrices.values())
-        self.weight: nn.Parameter | None = on.weight(size, self.inputs.size)
+        self.on, self.weight = on, on.shape(size, self.inputs.size)
         self.bias = on.weight(size) if bias else None
         self.packed: torch.Tensor | None = None  # takes the weight's place
         self.adapted: Callable | None = None
@@ -122,8 +130,14 @@ class Linear(nn.Module):
                     copy_share, self.bias[here], rows, None)
             start += rows.size
 
+    def make_room(self, dtype: torch.dtype | None = None) -> None:
+        """Allocate the weight as it is until it is packed. dtype: a wider one where that rounds."""
+        self.weight = self.on.weight(*self.weight.shape, dtype=dtype)
+
     def fill(self, here: slice, rows: Span, tensor: torch.Tensor) -> None:
         """Copy this rank's share of one checkpoint matrix into the rows `here` of the weight."""
+        if self.weight.is_meta:
+            self.make_room()
         copy_share(self.weight[here], rows, self.inputs, tensor)
 
     def finish_loading(self) -> None:
@@ -198,23 +212,32 @@ class Experts(nn.Module):
         self.experts, self.inner = Span.of(experts), Span.of(inner)
         self.activation, self.ops = activation, on.ops
         count, width = self.experts.size, self.inner.size
-        self.gate_up_proj: nn.Parameter | None = on.weight(count, 2 * width, hidden_size)
-        self.down_proj: nn.Parameter | None = on.weight(count, hidden_size, width)
+        self.on, self.gate_up_proj = on, on.shape(count, 2 * width, hidden_size)
+        self.down_proj = on.shape(count, hidden_size, width)
         self.packed: tuple[torch.Tensor, torch.Tensor] | None = None  # takes the place of both
+
+    def make_room(self) -> None:
+        self.gate_up_proj = self.on.weight(*self.gate_up_proj.shape)
+        self.down_proj = self.on.weight(*self.down_proj.shape)
 
     def tensors(self, path: str) -> Tensors:
         """Other ranks' experts, too: they must be in the checkpoint, but are not copied."""
-        hidden, width = Span.whole(self.down_proj.shape[1]), self.inner.size
         for expert in range(self.experts.total):
-            i, name = expert - self.experts.start, f"{path}.{expert}"
-            fills = [lambda tensor: None] * 3
-            if 0 <= i < self.experts.size:
-                gate, up = self.gate_up_proj[i].split(width)
-                fills = [partial(copy_share, gate, self.inner, hidden),
-                         partial(copy_share, up, self.inner, hidden),
-                         partial(copy_share, self.down_proj[i], hidden, self.inner)]
-            yield from zip((f"{name}.gate_proj.weight", f"{name}.up_proj.weight",
-                            f"{name}.down_proj.weight"), fills, strict=True)
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                yield f"{path}.{expert}.{name}.weight", partial(
+                    self.fill, expert - self.experts.start, name)
+
+    def fill(self, i: int, name: str, tensor: torch.Tensor) -> None:
+        if not 0 <= i < self.experts.size:
+            return
+        if self.down_proj.is_meta:
+            self.make_room()
+        hidden, width = Span.whole(self.down_proj.shape[1]), self.inner.size
+        if name == "down_proj":
+            copy_share(self.down_proj[i], hidden, self.inner, tensor)
+        else:
+            part = self.gate_up_proj[i].split(width)[name == "up_proj"]
+            copy_share(part, self.inner, hidden, tensor)
 
     def finish_loading(self) -> None:
         gate_up, self.gate_up_proj = self.ops.pack(self.gate_up_proj.data), None  # one by one

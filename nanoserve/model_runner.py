@@ -45,6 +45,7 @@ from nanoserve.device.memory import (
     memory_for,
     return_freed_memory,
     take_device,
+    zeros,
 )
 from nanoserve.device.trial import believed
 from nanoserve.layers import Placement
@@ -95,7 +96,9 @@ class ModelRunner:
         self.device = take_device(config.device, ranks.local_rank if ranks.size > 1 else None)
         self.dtype = getattr(torch, config.dtype)
         self.ops = believed(namespace(config.kernels), self.parts.replaced)
-        self.placement = Placement(self.dtype, self.device, ranks, self.ops, **self.parts.layers)
+        self.placement = Placement(
+            self.dtype, self.device, ranks, self.ops,
+            zeros if self.device.type == "cpu" else torch.empty, **self.parts.layers)
         self.kv_cache: KVCache = []
         self.unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache

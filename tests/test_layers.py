@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import SIZES, Reference, save
-from loading import weights_of
+from loading import Filled, weights_of
 from rank_threads import in_threads, thread_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -50,9 +50,7 @@ def on_all_ranks(size: int, work) -> list:
 
 def load_share(folder: Path, ranks: Ranks, expert_parallel=False) -> Decoder:
     config = ModelConfig.from_folder(folder)
-    model = Decoder(config, Placement(torch.float32, CPU, ranks), expert_parallel)
-    for parameter in model.parameters():
-        parameter.fill_(float("nan"))
+    model = Decoder(config, Filled(torch.float32, CPU, ranks), expert_parallel)
     load_weights(model, config, folder)
     return model
 

@@ -22,7 +22,8 @@ this check answer with random text when a glob finds nothing (nano-vllm #97).
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -67,7 +68,7 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
         check_names(folder, config.architecture, config.has_towers)
         tensors = stored_tensors(folder, load_format, show_progress)
     missing, tied_head, left_out = expected_tensors(model), None, [0]
-    expected = frozenset(missing)
+    expected, waiting = frozenset(missing), Counter(map(block_of, missing))
     if config.has_towers:
         tensors = text_alone(tensors, left_out)
     if config.quantization is not None:
@@ -94,6 +95,10 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
         except ValueError as error:
             raise ValueError(f"{file}: the tensor {name} does not match config.json: {error}") \
                 from None
+        block = block_of(known)
+        waiting[block] -= 1
+        if block and not waiting[block]:
+            finish(model.get_submodule(block).modules())
     if tied_head is not None and (fill := missing.pop("embed_tokens.weight", None)):
         fill(tied_head[1])  # safetensors' `save_model` keeps this one of the two
     if missing:
@@ -103,10 +108,21 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
                          f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
     if tied_head is not None:
         _check_tied(model, *tied_head)
-    for module in model.modules():  # all weights are in place: layers may pack them, one by one
+    finish(module for path, module in model.named_modules() if not block_of(path))
+    return sum(left_out)
+
+
+def block_of(name: str) -> str:
+    """layers.3 of layers.3.mlp.up_proj.weight, and nothing of other names."""
+    found = re.match(r"layers\.\d+", name)
+    return found[0] if found else ""
+
+
+def finish(modules: Iterable[nn.Module]) -> None:
+    """All of their weights are in place: they may pack them, one by one."""
+    for module in modules:
         if hasattr(module, "finish_loading"):
             module.finish_loading()
-    return sum(left_out)
 
 
 def text_alone(tensors: Tensors, left_out: list[int]) -> Tensors:

@@ -21,7 +21,7 @@ from nanoserve import ops
 from nanoserve.batch import Batch
 from nanoserve.device.build import load
 from nanoserve.device.library import functions_of, in_float32
-from nanoserve.device.memory import return_freed_memory, zeros
+from nanoserve.device.memory import zeros
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
            "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
@@ -48,7 +48,6 @@ def multiplies(dtype: torch.dtype) -> str:
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:
-    return_freed_memory()  # the last matrix's: else a model is in memory nearly twice
     weight = in_float32(weight).contiguous()
     *count, outputs, inputs = weight.shape
     units = -(-inputs * weight.itemsize // 4 // 8) * 8  # half a matrix tile: matrix_tiles.h

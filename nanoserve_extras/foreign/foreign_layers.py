@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nanoserve import ops
 from nanoserve.checkpoint.loader import translated
+from nanoserve.device.memory import return_freed_memory
 from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear, Placement
 from nanoserve.parallel.ranks import Span
@@ -76,6 +77,7 @@ class Packed(nn.Module):
         else:  # one alone is not copied
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             self.linear.weight = nn.Parameter(whole, requires_grad=False)
+        return_freed_memory()  # the last one's: else a network is in memory nearly twice
         self.linear.finish_loading()
         self.weight = torch.empty(sum(rows.values()), weights[0].shape[1], dtype=on.dtype,
                                   device="meta").as_subclass(Shape)

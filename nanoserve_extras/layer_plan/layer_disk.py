@@ -14,9 +14,8 @@ reading at least: many rows make it cheap, one row pays all of it. No bit is ano
 Invariant: of these layers no weight is anonymous memory, but for one layer at a time while the
 model loads. Whether the system keeps a copy in its page cache is its own business.
 
-The file has no name and vanishes with the engine; confessed: each start packs anew, and writes the
-layers twice (as they came, and packed). The checkpoint itself can't be mapped: its layout is not
-the one that a CPU multiplies with.
+The file has no name and vanishes with the engine; confessed: each start packs anew. The checkpoint
+itself can't be mapped: its layout is not the one that a CPU multiplies with.
 """
 
 import mmap
@@ -24,7 +23,7 @@ import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from shutil import disk_usage
 from tempfile import TemporaryFile, gettempdir
 
@@ -32,7 +31,6 @@ import torch
 from torch import nn
 
 from nanoserve.device.build import cache_folder
-from nanoserve.layers import Placement
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 SMALL = 2 ** 16  # bytes; less stays in memory: norms, biases, scales
@@ -71,18 +69,6 @@ def in_file(file, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Ten
         os.posix_fallocate(file.fileno(), start, size)
     memory = mmap.mmap(file.fileno(), size, offset=start)
     return torch.frombuffer(memory, dtype=dtype).view(shape), memory
-
-
-@dataclass(frozen=True)
-class OnDisk(Placement):
-    """For layers whose weights are not to take memory, not even until they are packed."""
-
-    def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        if len(shape) < 2 or not all(shape):
-            return super().weight(*shape, dtype=dtype)
-        with unnamed_file() as file:
-            tensor, _ = in_file(file, shape, dtype or self.dtype)
-        return nn.Parameter(tensor, requires_grad=False)
 
 
 class Shelf(nn.Module):

@@ -38,13 +38,13 @@ from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import Counter, Gauge, Metric
 from nanoserve.frontend.progress import say
 from nanoserve.layers import Placement
-from nanoserve.model import Decoder, DecoderLayer, KVCache
+from nanoserve.model import Decoder, KVCache
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
-from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom, OnDisk, room_for
+from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom
 from nanoserve_extras.layer_plan.options import LayerPlanOptions
 from nanoserve_extras.new_weights import NewWeights
 
@@ -153,13 +153,9 @@ class Stage(Decoder):
             self.embed_tokens = self.norm = self.lm_head = None
             self.elsewhere += AT_RANK_0
         self.dtype, self.is_alone = on.dtype, len(plan) == 1
-        needed = sum(w.nbytes for i in plan[stage].on_disk for w in self.layers[i].parameters())
-        with room_for(needed):
-            self.disk = Disk() if plan[stage].on_disk else None
-            for i in plan[stage].on_disk:
-                layer = DecoderLayer(config, i, OnDisk(**vars(on)), expert_parallel)
-                self.layers[i] = layer  # in the place of one whose memory was never touched
-                self.disk.take(layer)
+        self.disk = Disk() if plan[stage].on_disk else None
+        for i in plan[stage].on_disk:
+            self.disk.take(self.layers[i])
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, wanted: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ bfloat16 and zero points of their own. Searching for better scales gained little
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from math import gcd
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,19 +305,12 @@ class QuantisedLinear(Linear):
         self.size = 0 if "lm_head" in self.matrices else size
         self.awaited = len(self.matrices)
         self.pieces: dict[int, Quantised] = {}  # by their first row, until all have come
-        self.new_weight = partial(on.weight, *self.weight.shape)
-        self.weight = on.weight(0, self.inputs.size)  # for now
-
-    def make_room(self, dtype: torch.dtype | None = None) -> None:
-        """Allocate the weight as it is before it is rounded: in a wider dtype if that is given, so
-        that it is rounded once."""
-        self.weight = self.new_weight(dtype=dtype)
 
     def fill(self, here: slice, rows: Span, tensor: torch.Tensor | Quantised) -> None:
         if isinstance(tensor, Quantised):
             self.pieces[here.start] = tensor.share(rows, self.inputs)
         else:
-            if not len(self.weight):
+            if self.weight.is_meta:
                 self.make_room(tensor.dtype if tensor.is_floating_point() else None)
             super().fill(here, rows, tensor)
         self.awaited -= 1
@@ -334,7 +327,7 @@ class QuantisedLinear(Linear):
         if whole is not None:
             size = whole.size
         else:
-            if pieces and not len(self.weight):
+            if pieces and self.weight.is_meta:
                 self.make_room()
             for start, piece in pieces.items():
                 self.weight[start:start + piece.shape[0]] = piece[:].to(self.weight)

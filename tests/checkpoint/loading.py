@@ -1,5 +1,6 @@
 """A checkpoint's tensors, and the parameters that they become."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,13 +16,20 @@ CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
 
 
-def empty_model(folder: Path) -> tuple[Decoder, ModelConfig]:
-    """The network of a folder's config.json, every parameter NaN until it is loaded."""
+@dataclass(frozen=True)
+class Filled(Placement):
+    """Each weight is one number until it is loaded."""
+
+    number: float = torch.nan
+
+    def weight(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        return super().weight(*shape, dtype=dtype).fill_(self.number)
+
+
+def empty_model(folder: Path, number: float = torch.nan) -> tuple[Decoder, ModelConfig]:
+    """The network of a folder's config.json, every weight this number until it is loaded."""
     config = ModelConfig.from_folder(folder)
-    model = Decoder(config, Placement(torch.float32, CPU))
-    for parameter in model.parameters():
-        parameter.fill_(float("nan"))
-    return model, config
+    return Decoder(config, Filled(torch.float32, CPU, number=number)), config
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:

@@ -69,9 +69,7 @@ def test_every_parameter_holds_the_checkpoints_numbers(checkpoints, name):
 def test_every_number_is_written_exactly_once(checkpoints, name, monkeypatch):
     """A model id was given instead of a path, the glob found no weights, and the engine answered
     with random text (nano-vllm #97). Here each copy adds 1: afterwards all must be 1."""
-    model, config = empty_model(checkpoints[name])
-    for parameter in model.parameters():
-        parameter.zero_()
+    model, config = empty_model(checkpoints[name], 0)
     monkeypatch.setattr(layers, "copy_share", lambda into, *_: into.add_(1))
     load_weights(model, config, checkpoints[name])
     for parameter, tensor in weights_of(model).items():
