@@ -76,9 +76,11 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
             raise ValueError(f"{file}: the tensor {name} comes twice")
         stored[name] = tensor if isinstance(tensor, torch.Tensor) else Later(
             tensor, translated(name), kept)
-    with in_words(f"{folder}: the weights do not match config.json"):  # in their shapes, say
+    with in_words(f"{folder}: the weights do not match config.json"):  # in their number, say
         network, found = make_network(model_class, hf_config, stored, dtype, left_out is not None,
                                       done)
+    found["mismatched_keys"] = [f"{name} {[*has]}, not {[*wanted]}"
+                                for name, has, wanted in found["mismatched_keys"]]
     for what, names in found.items():
         if names := [name for name in map(str, names) if not re.search(passed_over, name)
                      and not (assemble and name in stored and adds_nothing(name, stored[name]))]:
@@ -233,7 +235,7 @@ def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
         options["quantization_config"].done = done
     network, found = model_class.from_pretrained(
         None, config=hf_config, state_dict=stored | towers, dtype=dtype, output_loading_info=True,
-        **options)
+        ignore_mismatched_sizes=True, **options)
     if done is not None:
         network.hf_quantizer.remove_quantization_config(network)
     if has_towers:
