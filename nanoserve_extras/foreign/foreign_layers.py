@@ -254,11 +254,11 @@ def pack_experts(path: str, experts: nn.Module, on: Placement,
     experts._is_hf_initialized = True  # see `Shape`
     for name, matrices in [*experts.named_parameters(recurse=False)]:
         if matrices.dim() == 3:
-            delattr(experts, name)
             parts = joined_of(experts.config.model_type, name)
             mine = [PackedExpert.of(matrix, experts.is_transposed, on, [
                 kept.get(translated(f"{path}.{i}.{part}")) for part in parts])
                 for i, matrix in enumerate(matrices)]
+            delattr(experts, name)  # now, so that who fails before can begin again
             setattr(experts, name, mine)
             experts.add_module(f"packed_{name}", nn.ModuleList(one.packed for one in mine))
 

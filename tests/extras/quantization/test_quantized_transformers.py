@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from weight_kinds import needs_compiler
 
 from nanoserve import LLM, SamplingParams
-from nanoserve_extras.foreign.foreign_layers import Packed
+from nanoserve_extras.foreign.foreign_layers import Packed, PackedExpert
 from nanoserve_extras.quantization import formats
 
 PROMPTS = [[7, 200, 31, 4], [99] * 3 + [5, 17, 250, 33, 8, 121, 64, 2, 78, 3, 11, 90, 41, 6], [12]]
@@ -178,6 +178,27 @@ def test_a_block_is_packed_before_the_next_but_one_is_made(tmp_path, monkeypatch
     for layer in range(1, 4):
         assert events[:events.index(layer)].count("packed") == products * (layer - 1)
     assert products > 1 and events.count(3) == 7
+
+
+def test_a_block_that_can_not_be_packed_is_tried_again_and_then_says_why(tmp_path, monkeypatch):
+    """transformers would hide the reason: "issues during automatic conversion"."""
+    config = MODELS["glm4-moe-lite"]()
+    config.mlp_layer_types = ["sparse"] * config.num_hidden_layers
+    source = make(config, tmp_path / "source")
+    expected, calls, packing = texts(source, quantization="int8"), [], PackedExpert.of
+
+    def of(*rest):
+        calls.append(rest)
+        if len(calls) in failing:  # some experts of the first layer are packed before
+            raise MemoryError("no room for an expert")
+        return packing(*rest)
+
+    monkeypatch.setattr(PackedExpert, "of", of)
+    failing = range(6, 99)
+    with pytest.raises(MemoryError, match="^no room for an expert"):
+        texts(source, quantization="int8")
+    failing = [len(calls) + 6]
+    assert texts(source, quantization="int8") == expected
 
 
 def test_gpt_oss_own_files_are_read(tmp_path):
