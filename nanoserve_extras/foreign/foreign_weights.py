@@ -29,7 +29,13 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+)
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantizer
@@ -112,6 +118,9 @@ class Later:
         return whole
 
 
+# How quantised checkpoints call what is joined to an expert's rows of a layer's one parameter.
+EXPERTS = {"gate_up_proj": ["gate_proj.weight", "up_proj.weight"],
+           "down_proj": ["down_proj.weight"]}
 BLOCK = re.compile(r".+?\.\d+(?=\.)")  # model.layers.3 in model.layers.3.mlp.experts.0.up_proj
 
 
@@ -136,6 +145,16 @@ class Pieces(HfQuantizer, ConversionOps):
         and what a class keeps in a dtype of its own: transformers would convert it."""
         one = model.get_parameter_or_buffer(name)
         return name not in self.come and one.dim() > 1 and one.dtype == model.dtype
+
+    def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
+        """They hold each expert by itself, also of classes that know a layer's experts in one
+        tensor alone (Gemma 4, where Model Optimizer says moe.experts)."""
+        if any("experts.*." in str(one.source_patterns) for one in weight_conversions):
+            return weight_conversions
+        return [*weight_conversions, WeightRenaming(r"\.moe\.experts\.(?=\d)", ".experts."), *(
+            WeightConverter([f"experts.*.{part}" for part in parts], f"experts.{name}",
+                            [MergeModulelist(dim=0), Concatenate(dim=1)][:len(parts)])
+            for name, parts in EXPERTS.items())]
 
     def get_quantize_ops(self) -> ConversionOps:
         return self
