@@ -185,7 +185,7 @@ def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype
         seq_lens = [n + rng.choice((0, 1, rng.randrange(40, 260))) for n in query_lens]
         assert_equals_twins(
             attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size,
-            dtype, seed=seed, splits=splits, arch=rng.choice(("sm_80", "sm_90")),
+            dtype, seed=seed, splits=splits, arch=rng.choice(("sm_75", "sm_80", "sm_90")),
             window=rng.choice((None, rng.randrange(1, 150))), softcap=rng.choice((None, 3.0)),
             sinks=rng.choice((False, True)), image=rng.choice((0, 17, 70)))
 
@@ -198,7 +198,7 @@ def test_keys_and_values_of_8_bits(attend, heads, head_dim, block_size, dtype):
     query_lens, seq_lens = [1, 1, 20, 60], [1, 200, 150, 60]
     assert_equals_twins(
         attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size, dtype,
-        stored=torch.int8, splits=rng.choice((1, 4)), arch=rng.choice(("sm_80", "sm_90")),
+        stored=torch.int8, splits=rng.choice((1, 4)), arch=rng.choice(("sm_75", "sm_80", "sm_90")),
         window=rng.choice((None, 70)), softcap=rng.choice((None, 3.0)), sinks=head_dim == 128)
 
 
