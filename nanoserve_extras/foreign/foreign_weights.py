@@ -175,7 +175,8 @@ def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: P
     """Weights must be plain floats, and tied ones be stored once or twice alike: transformers takes
     two that differ, and config.json says that they don't."""
     for name, tensor in stored.items():  # in any dialect of names; some buffers are integers
-        if name.endswith(("weight", "bias")) and tensor.dtype not in CHECKPOINT_DTYPES:
+        if tensor.dtype not in CHECKPOINT_DTYPES and (
+                name.endswith(("weight", "bias")) or tensor.dim() > 2):  # of all experts
             raise ValueError(f"{folder}: {name} is {tensor.dtype}: quantised weights are not "
                              "supported")
     for name, other in network.get_expanded_tied_weights_keys(all_submodels=True).items():

@@ -313,3 +313,11 @@ def test_what_is_not_read_is_refused_in_words(made, tmp_path):
         texts(folder, skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="quantization='dequantize'"):
         texts(made["olmo2"], quantization="dequantize")
+    folder, name = tmp_path / "gpt-oss", "model.layers.0.mlp.experts.down_proj"
+    shutil.copytree(made["gpt-oss"], folder)
+    stored = load_file(folder / "model.safetensors")
+    for kind in (torch.int8, torch.float8_e4m3fn):  # transformers would take them for the numbers
+        save_file(stored | {name: stored[name].to(kind)}, folder / "model.safetensors",
+                  {"format": "pt"})
+        with pytest.raises(ValueError, match=f"{name} is {kind}: quantised"):
+            texts(folder)
