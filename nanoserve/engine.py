@@ -140,7 +140,7 @@ class LLMEngine:
             for seq in sequences:
                 self.scheduler.add(seq)
             for tell in self.hooks.added:
-                tell(sequences, request.stats, request.prompt)
+                tell(request)
 
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,

@@ -26,6 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from nanoserve.extra import Extra
 from nanoserve.frontend.outputs import RequestStateStats
@@ -128,11 +129,10 @@ class EngineMetrics(Extra):
         self.histograms = {name: Distribution(limits or lengths)
                            for name, limits in HISTOGRAMS.items()}
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
-        """A request was queued."""
-        stats.queued_ts = self.clock()
-        self.open.update(dict.fromkeys(sequences, (stats, sequences)))
+    def added(self, request: Any) -> None:
+        """A `Request` was queued."""
+        request.stats.queued_ts = self.clock()
+        self.open.update(dict.fromkeys(request.sequences, (request.stats, request.sequences)))
 
     def scheduled(self, step: Step) -> None:
         """A step was planned.

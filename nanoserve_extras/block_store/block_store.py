@@ -43,8 +43,8 @@ from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import Counter, Metric
-from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.progress import say
+from nanoserve.frontend.request import Request
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
@@ -374,12 +374,11 @@ class BlockStore(Extra):
 
     # ------------------------------------------------- requests, and what is told
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
+    def added(self, request: Request) -> None:
         """Begin to read what a queued request will look for, as long as half of host memory stays
         free. Its other sequences have the same prompt."""
         if self.prefetcher is not None:
-            self._prefetch(sequences[0], len(self.host_blocks.held) // 2)
+            self._prefetch(request.sequences[0], len(self.host_blocks.held) // 2)
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:

@@ -43,7 +43,6 @@ from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Counter, Gauge, Metric
-from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.progress import say
 from nanoserve.frontend.prompts import Prompt, salt_of, template_of
 from nanoserve.frontend.request import Request
@@ -426,7 +425,7 @@ class Multimodal(Extra):
         return model
 
     def attach(self, engine: LLMEngine) -> None:
-        self.requests, self.block_size = engine.requests, engine.config.block_size
+        self.block_size = engine.config.block_size
         self.waiting: weakref.WeakKeyDictionary[Request, Shown] = weakref.WeakKeyDictionary()
         self.shown: dict[Sequence, Shown] = {}
         self.labels = {"model_name": str(engine.config.model)}
@@ -459,11 +458,9 @@ class Multimodal(Extra):
 
     # ------------------------------------------------------ the life of a request
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
-        shown = self.waiting.pop(self.requests[sequences[0].request.request_id], None)
-        if shown is not None:
-            self.shown.update(dict.fromkeys(sequences, shown))
+    def added(self, request: Request) -> None:
+        if (shown := self.waiting.pop(request, None)) is not None:
+            self.shown.update(dict.fromkeys(request.sequences, shown))
 
     def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:
         """Let a chunk end before the image that would be one too many for this step's tower, and

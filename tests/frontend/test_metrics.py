@@ -203,7 +203,7 @@ def test_times_on_a_clock_that_is_set_by_hand():
     times = iter([1.0, 4.0, 10.0, 12.0, 15.0])
     metrics = EngineMetrics(True, 64, clock=lambda: next(times), wall=lambda: 109.5)
     seq = sequence("0", [1, 2], SamplingParams(max_tokens=9), 0)
-    metrics.added([seq], RequestStateStats(arrival_time=100.0), None)
+    metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats(arrival_time=100.0)))
     metrics.scheduled(SimpleNamespace(num_new_tokens={seq: 2}, preempted=[], admitted=[seq],
                                       num_loaded={}))
     for tokens in ([7], [7], [7, 7, 7]):
@@ -231,7 +231,7 @@ def test_a_sequence_that_pauses_has_waited_since_its_own_last_token():
     metrics = EngineMetrics(True, 64, clock=lambda: next(times), wall=lambda: 0.0)
     one, other = (sequence(name, [1], SamplingParams(max_tokens=9), 0) for name in "ab")
     for seq in (one, other):
-        metrics.added([seq], RequestStateStats(), None)
+        metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats()))
     for grown in ([one, other], [one], [one], [one, other]):
         metrics.updated(None, {seq: [7] for seq in grown})
     waits = metrics.histograms["inter_token_latency_seconds"].read("", {})
