@@ -59,7 +59,7 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
          folder: Path, dtype: torch.dtype, tensors: Tensors | None = None, passed_over: str = "$^",
          left_out: list[int] | None = None, assemble: Callable[[Tensors], Tensors] | None = None,
          kept: dict[str, Quantised] | None = None, has_towers: bool = False,
-         done: Callable[[nn.Module, str], None] | None = None) -> nn.Module:
+         done: Callable[[nn.Module, str], None] | None = None, stage: object = None) -> nn.Module:
     """The network with its weights; made up with load_format="dummy", if no `tensors` are given.
 
     transformers makes up what is missing, with a warning. Here that is an error, and so are
@@ -68,23 +68,26 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
     the sizes of its towers' tensors; None to fill towers, if it has_towers. assemble: makes weights
     of a quantised checkpoint's tensors, or functions that do; those that stay in 4 bits are also
     put into `kept`. done: called with the network and the path of each block whose tensors are in
-    their places.
+    their places. stage: a `ForeignStage`, which takes out of a network what is on other ranks.
     """
     stored: dict[str, torch.Tensor | Later] = {}
+    with in_words("config.json: transformers can't make this network"):
+        absent = stand_ins(model_class, hf_config, dtype, left_out is not None, stage)
     if tensors is None and asked.load_format == "dummy":
-        return made_up(asked.seed, model_class, hf_config, dtype, left_out is not None)
+        return made_up(asked.seed, model_class, hf_config, dtype, absent, left_out is not None)
     if tensors is None:
         check_names(folder, model_class.__name__, has_towers or left_out is not None)
         tensors = stored_tensors(folder, asked.load_format, show_progress=True)
     tensors = tensors if left_out is None else text_alone(tensors, left_out)
+    tensors = tensors if stage is None else stage.pass_over(tensors)
     for file, name, tensor in assemble(tensors) if assemble else tensors:
         if name in stored:
             raise ValueError(f"{file}: the tensor {name} comes twice")
         stored[name] = tensor if isinstance(tensor, torch.Tensor) else Later(
             tensor, translated(name), kept)
     with in_words(f"{folder}: the weights do not match config.json"):  # in their number, say
-        network, found = make_network(model_class, hf_config, stored, dtype, left_out is not None,
-                                      done)
+        network, found = make_network(model_class, hf_config, stored | absent, dtype,
+                                      left_out is not None, done)
     found["mismatched_keys"] = [f"{name} {[*has]}, not {[*wanted]}"
                                 for name, has, wanted in found["mismatched_keys"]]
     for what, names in found.items():
@@ -186,7 +189,7 @@ def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: P
 
 
 def made_up(seed: int, model_class: type, hf_config: transformers.PreTrainedConfig,
-            dtype: torch.dtype, has_towers: bool) -> nn.Module:
+            dtype: torch.dtype, absent: dict[str, torch.Tensor], has_towers: bool) -> nn.Module:
     """transformers' own random weights. Raises `ValueError` with what its class says of a config, a
     padding id beyond the vocabulary for one."""
     with torch.random.fork_rng(devices=[]):
@@ -195,7 +198,7 @@ def made_up(seed: int, model_class: type, hf_config: transformers.PreTrainedConf
         transformers.logging.set_verbosity_error()  # it lists each tensor that is made up
         try:
             with in_words("config.json: transformers can't make this network"):
-                return make_network(model_class, hf_config, {}, dtype, has_towers)[0]
+                return make_network(model_class, hf_config, absent, dtype, has_towers)[0]
         finally:
             transformers.logging.set_verbosity(said)
 
@@ -245,16 +248,14 @@ def towers_of(network: nn.Module) -> set[nn.Module]:
 def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
                  stored: dict[str, torch.Tensor], dtype: torch.dtype,
                  has_towers: bool, done: Callable | None = None) -> tuple[nn.Module, dict]:
-    """transformers' network with the stored weights, and what it says was missing or left over. In
-    a wrapping, towers get stand-ins: else transformers would draw random weights for them. done:
-    see `fill`."""
-    towers = stand_ins(model_class, hf_config, dtype) if has_towers else {}
+    """transformers' network with the stored weights, and what it says was missing or left over,
+    without towers if it has some. done: see `fill`."""
     options = {}
     if done is not None:
         options["quantization_config"] = QuantizationConfigMixin("nanoserve")
         options["quantization_config"].done = done
     network, found = model_class.from_pretrained(
-        None, config=hf_config, state_dict=stored | towers, dtype=dtype, output_loading_info=True,
+        None, config=hf_config, state_dict=stored, dtype=dtype, output_loading_info=True,
         ignore_mismatched_sizes=True, **options)
     if done is not None:
         network.hf_quantizer.remove_quantization_config(network)
@@ -263,13 +264,19 @@ def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
     return network, found
 
 
-def stand_ins(model_class: type, hf_config: transformers.PreTrainedConfig,
-              dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All that lies in towers, by transformers' names: each tensor is one number, seen often."""
+def stand_ins(model_class: type, hf_config: transformers.PreTrainedConfig, dtype: torch.dtype,
+              has_towers: bool, stage: object) -> dict[str, torch.Tensor]:
+    """All that lies in towers, or on other ranks, by transformers' names: each tensor is one
+    number, seen often. Without them transformers would draw random weights."""
+    if not has_towers and stage is None:
+        return {}
     with torch.device("meta"):
         network = model_class(hf_config)
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
-    drop_towers(network)
+    if has_towers:
+        drop_towers(network)
+    if stage is not None:
+        stage.take(network)
     return {name: torch.zeros((), dtype=dtype).expand(shapes[name])
             for name in shapes.keys() - network.state_dict().keys()}
 

@@ -26,6 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -134,6 +135,11 @@ class Builder:
     def __call__(self, *args) -> "Stage":
         return Stage(self, *args)
 
+    def foreign(self, config: ModelConfig, on: Placement):
+        """For transformers' network. Imported here, since it imports transformers."""
+        from nanoserve_extras.layer_plan.foreign_stage import ForeignStage
+        return ForeignStage(Line(self, config, on), config.num_hidden_layers)
+
 
 class Line:
     """The line of stages, as one rank sees it: whom it receives from, and whom it sends to."""
@@ -153,6 +159,9 @@ class Line:
         stream = self.row.new_empty(num_rows, self.row.shape[1])
         number = self.world.number if number is None else number
         return self.world.receive(stream, self.before, number) if num_rows else stream
+
+    def begin(self) -> None:
+        self.span = [time.time()]
 
     def send(self, stream: torch.Tensor) -> None:
         self.span.append(time.time())
@@ -189,7 +198,7 @@ class Stage(Decoder):
         if line.is_alone:
             return super().forward(input_ids, positions, kv_cache, batch, wanted)
         stream = line.receive(len(input_ids)) if line.stage else self.embed(input_ids)
-        line.span = [time.time()]
+        line.begin()
         hidden, residual = self.through(stream, positions, kv_cache, batch, wanted)
         stream = hidden + residual
         line.send(stream)
@@ -207,6 +216,7 @@ class Later:
     computed from when to when, in seconds since 1970; between hosts as exact as their clocks."""
 
     def __init__(self, stage: nn.Module, hidden: torch.Tensor, finish: Callable):
+        stage = getattr(stage, "stage", stage)  # transformers' network has one
         self.stage, self.num_rows, self.finish = stage, len(hidden), finish
         self.line = line = stage.line
         self.number, self.spans = line.world.number, [(0, *line.span)]
@@ -256,7 +266,8 @@ class LayerPlan(Extra):
 
     @property
     def needs(self) -> frozenset[Fact]:
-        return frozenset([Fact.OWN_NETWORK, Fact.ON_CPU, *[Fact.GENERATES] * self.is_staged])
+        return frozenset([Fact.ON_CPU, *([Fact.GENERATES, Fact.KV_ALONE] if self.is_staged
+                                         else [Fact.OWN_NETWORK])])
 
     @property
     def ends(self) -> frozenset[Fact]:
@@ -272,11 +283,16 @@ class LayerPlan(Extra):
         if len(self.plan) > 1 and config.async_scheduling and config.tensor_parallel_size > 1:
             raise ValueError("async_scheduling=True does not go together with stages of several "
                              "ranks: leave it out, or tensor_parallel_size")
+        if plan.parts.make_network is not None and plan.parts.make_adapters is not None:
+            raise ValueError("enable_lora does not go together with stages of transformers' "
+                             "network: leave one of the two out")
         if self.options.max_wait and not any(place.on_disk for place in self.plan):
             raise ValueError(f"max_wait={self.options.max_wait} is for layers on disk: leave it "
                              "out, or put some there with layer_plan={'disk': n}")
+        builder, make = Builder(self.plan, plan.parts.traced), plan.parts.make_network
         return replace(plan, parts=replace(
-            plan.parts, decoder=Builder(self.plan, plan.parts.traced),
+            plan.parts, decoder=builder,
+            make_network=make and partial(make, make_stage=builder.foreign),
             finish_later=Later if len(self.plan) > 1 and config.tensor_parallel_size == 1 else None,
             calls=plan.parts.calls | {DEPLOY: rebuild}))
 

@@ -401,7 +401,8 @@ class Multimodal(Extra):
     """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
 
     Options = MultimodalOptions
-    needs, ends = frozenset([Fact.GENERATES]), frozenset([Fact.GRAPHS])
+    needs = frozenset([Fact.GENERATES, Fact.ONE_STAGE])
+    ends = frozenset([Fact.GRAPHS])
 
     @property
     def name(self) -> str:

@@ -207,7 +207,9 @@ def test_equal_parts_by_weight(checkpoints, tmp_path, layers, vocabulary, stages
     (dict(layer_plan=[1, 2], pipeline_parallel_size=3), "leave one out"),
     (dict(layer_plan=[1, 2], kv_offload_bytes=10 ** 6), "kv_offload_bytes=1000000"),
     (dict(layer_plan=[1, 2], runner="pooling"), "runner='pooling'"),
-    (dict(layer_plan=[1, 2], model_impl="transformers"), "transformers' Qwen3"),
+    (dict(layer_plan=[1, 2], model_impl="transformers", tensor_parallel_size=2),
+     "together with tensor_parallel_size=2"),
+    (dict(layer_plan=[1, 2], model_impl="transformers", enable_lora=True), "enable_lora"),
     (dict(layer_plan=[1, 2], speculative_config=dict(
         method="draft_model", model="m", num_speculative_tokens=2)), "speculative_config=")],
     ids=str)
