@@ -148,7 +148,7 @@ class Extra:
     # ------------------------------------------------------------------ the engine lives on
 
     def metrics(self) -> list:
-        """Return numbers for `LLM.get_metrics`, in its classes."""
+        """Return numbers for `LLM.get_metrics`, in its classes, without labels of the engine."""
         return []
 
     def reset(self) -> None:

@@ -123,7 +123,6 @@ class BlockStore(Extra):
     def attach(self, engine: LLMEngine) -> None:
         config, host = engine.config, engine.runner.copier
         self.runner = engine.runner  # for steps that only save
-        self.labels = {"model_name": str(config.model)}
         folder, base, num_bytes = None, b"", host.memory.shape[1]
         if self.options.kv_store is not None:
             if (most := self.options.kv_store_bytes) < num_bytes + CHECKSUM:
@@ -396,7 +395,7 @@ class BlockStore(Extra):
                   "kv_store_saved_blocks": self.num_saved,
                   "kv_store_loaded_blocks": self.num_loaded,
                   "kv_store_lost_blocks": self.num_lost}
-        return [Counter(f"vllm:{name}", self.labels, value) for name, value in counts.items()]
+        return [Counter(f"vllm:{name}", {}, value) for name, value in counts.items()]
 
     # ------------------------------------------------------------- the audit
 

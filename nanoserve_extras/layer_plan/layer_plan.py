@@ -298,7 +298,6 @@ class LayerPlan(Extra):
 
     def attach(self, engine: LLMEngine) -> None:
         self.engine = weakref.proxy(engine)  # weak: the engine holds this object
-        self.labels = {"model_name": engine.config.model}
         self.follow(self.plan)
 
     def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
@@ -361,8 +360,8 @@ class LayerPlan(Extra):
         """Of rank 0."""
         disk = self.engine.runner.model and self.engine.runner.model.disk
         return [] if disk is None else [
-            Counter("nanoserve:layer_bytes_read", self.labels, disk.num_bytes),
-            Gauge("nanoserve:layer_seconds_waited", self.labels, disk.seconds_waited)]
+            Counter("nanoserve:layer_bytes_read", {}, disk.num_bytes),
+            Gauge("nanoserve:layer_seconds_waited", {}, disk.seconds_waited)]
 
 
 def share_out_rows(scheduler: Scheduler, step: Step, num_new: int) -> int:

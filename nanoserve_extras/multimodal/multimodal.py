@@ -429,7 +429,6 @@ class Multimodal(Extra):
         self.block_size = engine.config.block_size
         self.waiting: weakref.WeakKeyDictionary[Request, Shown] = weakref.WeakKeyDictionary()
         self.shown: dict[Sequence, Shown] = {}
-        self.labels = {"model_name": str(engine.config.model)}
         self.most_tokens = engine.config.max_num_batched_tokens
         self.most_rows = engine.config.max_num_seqs
         self.cuts = engine.config.enable_chunked_prefill
@@ -500,9 +499,9 @@ class Multimodal(Extra):
     def metrics(self) -> list[Metric]:
         """Of the encoder cache, in images: asked for, and found."""
         encoder = self.encoder
-        return [Counter("vllm:mm_cache_queries", self.labels, encoder.num_asked),
-                Counter("vllm:mm_cache_hits", self.labels, encoder.num_asked - encoder.num_runs),
-                Gauge("vllm:mm_cache_usage_perc", self.labels, encoder.num_tokens / encoder.budget)]
+        return [Counter("vllm:mm_cache_queries", {}, encoder.num_asked),
+                Counter("vllm:mm_cache_hits", {}, encoder.num_asked - encoder.num_runs),
+                Gauge("vllm:mm_cache_usage_perc", {}, encoder.num_tokens / encoder.budget)]
 
     def reset(self) -> None:
         self.encoder.forget()

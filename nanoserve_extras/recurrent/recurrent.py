@@ -38,7 +38,6 @@ from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import Metric
 from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear
 from nanoserve.model import KVCache
@@ -384,7 +383,6 @@ class Recurrent(Extra):
     def attach(self, engine: LLMEngine) -> None:
         self.runner = weakref.proxy(engine.runner)  # weak: the runner's parts hold this object
         model = engine.runner.model
-        self.labels = {"model_name": str(engine.config.model)}
         self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots,
                                    engine.runner.parts.num_drafts)
         engine.add(self.snapshots)
@@ -398,9 +396,6 @@ class Recurrent(Extra):
 
     def launching(self, step: Step) -> None:
         self.runner.model.expect(self.snapshots.plan(step))
-
-    def metrics(self) -> list[Metric]:
-        return self.snapshots.read_metrics(self.labels)
 
 
 def size_of(num_bytes: int) -> str:

@@ -48,6 +48,7 @@ def values(llm: LLM) -> dict:
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:") + metric.labels.get("finished_reason", "")
         assert metric.name.startswith("vllm:") and name not in found
+        assert metric.labels.items() >= dict(model_name=llm.config.model, engine="0").items()
         found[name] = metric if isinstance(metric, Histogram) else metric.value
     return found
 
@@ -192,7 +193,7 @@ def test_buckets_count_what_is_at_most_so_large():
     distribution = Distribution((1, 5))
     for value in (0.5, 1, 1.1, 5, 7):
         distribution.observe(value)
-    read = distribution.read("name", {})
+    read = distribution.read("name")
     assert read.buckets == {"1.0": 2, "5.0": 4, "+Inf": 5}
     assert (read.count, read.sum) == (5, 14.6)
 
@@ -234,6 +235,6 @@ def test_a_sequence_that_pauses_has_waited_since_its_own_last_token():
         metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats()))
     for grown in ([one, other], [one], [one], [one, other]):
         metrics.updated(None, {seq: [7] for seq in grown})
-    waits = metrics.histograms["inter_token_latency_seconds"].read("", {})
+    waits = metrics.histograms["inter_token_latency_seconds"].read("")
     assert (waits.count, waits.sum) == (4, 1 + 1 + 1 + 3)
     assert (waits.buckets["1.0"], waits.buckets["2.5"], waits.buckets["5.0"]) == (3, 3, 4)
