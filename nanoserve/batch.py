@@ -139,12 +139,12 @@ class BatchBuilder:
     staged: the numbers are copied to one fixed buffer on the device; on a CPU only a stand-in for
     graphs needs it. num_drafts: the most drafts of a row, each of which is one more sample.
     num_buffers: one more than steps in flight while a batch is built, 2 at least. extra: the names
-    of sections that extras fill, see `Step.sections`.
+    of sections that extras fill, see `RankParts.sections`.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
                  block_size: int, device: torch.device, staged: bool = False, num_drafts: int = 0,
-                 num_buffers: int = 2, extra: tuple[str, ...] = ()):
+                 num_buffers: int = 2, extra: dict[str, bool] | None = None):
         self.block_size, width = block_size, -(-max_model_len // block_size)
         num_samples = max_num_seqs + min(max_num_seqs * num_drafts, max_num_batched_tokens)
         self.most_samples = min(num_samples, max_num_batched_tokens)  # each is a computed token
@@ -154,10 +154,10 @@ class BatchBuilder:
                 "sample": num_samples, "params": num_samples,  # sent in every step
                 "move": 4 * MAX_MOVES}  # saves and loads, of two numbers each
         # Where a graph finds them: in front of the first whose length varies.
-        self.extra, own, int32 = extra, list(SECTIONS.items()), np.dtype("int32")
+        self.extra, own, int32 = extra or {}, list(SECTIONS.items()), np.dtype("int32")
         at = list(SECTIONS).index("prompt_logprob_indices")
         self.sections = dict(own[:at] + [
-            (name, Section("row", 0, int32, torch.int32)) for name in extra] + own[at:])
+            (name, Section("row", 0, int32, torch.int32)) for name in self.extra] + own[at:])
         size = HEADER + sum(
             most[one.per] * one.dtype.itemsize // 4 for one in self.sections.values())
         pin = device.type == "cuda"
@@ -203,16 +203,14 @@ class BatchBuilder:
         (`device.graphs.Size`)."""
         width = max([len(seq.block_table) for seq in step.num_new_tokens], default=1)
         numbers = self._numbers(step, width)
-        missing = {}
-        if size is not None:
-            rows, tokens = size.rows - len(step.num_new_tokens), size.tokens - step.num_tokens
-            missing = dict(row=rows, start=rows, block=rows * width,
-                           token=tokens, sample=tokens, params=tokens)
+        wanted = {} if size is None else dict(
+            row=size.rows, start=size.rows + 1, block=size.rows * width, token=size.tokens,
+            sample=size.tokens, params=size.tokens)
         host, at, lengths = buffer.numpy(), HEADER, []
         for name, (per, padding, dtype, _) in self.sections.items():
             values, num_padding = numbers.get(name, ()), 0
-            if missing and padding is not None and (name in SECTIONS or name in step.sections):
-                num_padding = missing[per]
+            if wanted and padding is not None and (name in SECTIONS or size.extra):
+                num_padding = wanted[per] - len(values)
             length = (len(values) + num_padding) * dtype.itemsize // 4
             if length:  # most steps leave some sections empty, and each write costs
                 place = host[at:at + length].view(dtype)

@@ -49,6 +49,7 @@ class Decoder(nn.Module):
         self.config, self.on, self.ranks = config, on, on.ranks  # the first: a `ModelConfig`
         self.left_out = 0  # bytes of a wrapping's towers, which were passed over
         self.most_rows = 2 ** 31  # sequences whose states it can keep: there is no limit
+        self.ragged_graphs = True  # a recorded step may have rows of any number of tokens
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)  # one a layer
         vocabulary = on.ranks.share(config.vocab_size)

@@ -62,7 +62,8 @@ class RankParts:
 
     replaced: tuple[str, ...] = ()  # functions that have failed: device/trial.py
     num_drafts: int = 0  # the most that a step may guess for a row
-    sections: tuple[str, ...] = ()  # extras fill these of the batch in some steps
+    # Extras fill these of the batch: in every step, or in some.
+    sections: dict[str, bool] = field(default_factory=dict)
     traced: bool = False  # ranks tell when they computed
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
@@ -216,6 +217,7 @@ class ModelRunner:
                 self.graphs = recorded(self.builder, self._states, self._choose, self.graph_class,
                                        num_networks=len(self.networks),
                                        num_drafts=self.parts.num_drafts,
+                                       ragged=self.model.ragged_graphs,
                                        is_ours=self.parts.make_network is None,
                                        ranks=self.ranks)
 

@@ -313,16 +313,18 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
 def test_a_batch_of_rows_with_drafts_is_padded_behind_the_last_of_them():
     """Two rows, the first with three drafts, in a batch of four rows and eight tokens. A decode
     comes first; samples are in the order of the rows. What an extra says of each row is in the
-    order of the batch."""
-    staged = BatchBuilder(6, 24, MAX_LEN, 4, CPU, staged=True, num_drafts=3, extra=("voices",))
+    order of the batch; of another extra's, which says nothing in this step, there are zeros."""
+    staged = BatchBuilder(6, 24, MAX_LEN, 4, CPU, staged=True, num_drafts=3,
+                          extra=dict(names=False, voices=False))
     seqs = [make_sequence(i, range(10 * i, 10 * i + 5), temperature=.5 + i) for i in range(2)]
     for row, seq in enumerate(seqs):
         seq.row, seq.block_table = row, [3 + row, 9]
     step = Step(0, {seqs[0]: 4, seqs[1]: 1}, [4, 4], seqs, {seqs[0]: [7, 8, 9]})
     assert len(staged.build(step, Size(4, 8)).extra["voices"]) == 0
     step.sections["voices"] = {seqs[0]: 2, seqs[1]: 5}
-    batch = staged.build(step, Size(4, 8))
+    batch = staged.build(step, Size(4, 8, extra=True))
     assert batch.extra["voices"].tolist() == [5, 2, 0, 0]
+    assert batch.extra["names"].tolist() == [0, 0, 0, 0]
     assert batch.input_ids.tolist() == [14, 4, 7, 8, 9, 0, 0, 0]
     assert batch.positions.tolist() == [4, 4, 5, 6, 7, 0, 0, 0]
     assert batch.slot_mapping.tolist() == [36, 36, 37, 38, 39, -1, -1, -1]
@@ -384,7 +386,7 @@ def test_a_buffer_has_room_for_the_largest_step_and_no_more(num_drafts, num_extr
     start, a length, an extra's number and its blocks, and behind the last start is an end. A sample
     has 6 numbers for the sampler (a seed is two), its logits' index and its row; a draft is one
     more sample, which is a token of the budget. A block that is saved or loaded has two numbers."""
-    builder = BatchBuilder(6, 60, MAX_LEN, 4, CPU, num_drafts=num_drafts, extra=("numbers",))
+    builder = BatchBuilder(6, 60, MAX_LEN, 4, CPU, num_drafts=num_drafts, extra=dict(numbers=False))
     expected = HEADER + 4 * 60 + 6 * (3 + MAX_LEN // 4) + 1 + 8 * (6 + num_extra) + 4 * MAX_MOVES
     assert [len(buffer) for buffer in builder.buffers] == [expected] * 2
     assert expected > HEAD, "or a broadcast of a message's first part would be longer than it"

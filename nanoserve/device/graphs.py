@@ -113,21 +113,23 @@ class DecodeGraphs:
 
     builder: makes the batches. layers, choose: what is recorded; nothing in it may depend on what
     the host knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in.
-    num_networks: one more than draft for the first. num_drafts: the most of a row. is_ours: else
-    the first network is transformers', which returns logits, and each kind of recording is tried.
-    ranks: the `Ranks`; all of them record the same. Raises whatever ends a recording: see
-    `recorded`.
+    num_networks: one more than draft for the first. num_drafts: the most of a row. ragged: of rows
+    with drafts, too. is_ours: else the first network is transformers', which returns logits, and
+    each kind of recording is tried. ranks: the `Ranks`; all of them record the same. Raises
+    whatever ends a recording: see `recorded`.
     """
 
     @torch.inference_mode()
     def __init__(self, builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
-                 num_networks: int = 1, num_drafts: int = 0, is_ours: bool = True, ranks=None):
+                 num_networks: int = 1, num_drafts: int = 0, ragged: bool = True,
+                 is_ours: bool = True, ranks=None):
         max_num_seqs, device = len(builder.tables), builder.device_buffer.device
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
-        self.sizes = all_sizes(max_num_seqs, num_networks, num_drafts, builder.most_samples)
-        if builder.extra:
-            self.sizes += [one._replace(extra=True) for one in self.sizes if not one.network]
-            self.sizes.sort(key=lambda size: size.tokens)
+        # Of the first network steps with sections of extras, and without, unless each has some.
+        kinds = (True,) if any(builder.extra.values()) else {False, bool(builder.extra)}
+        self.sizes = [size._replace(extra=extra) for size in all_sizes(
+            max_num_seqs, num_networks, num_drafts, builder.most_samples)
+            if ragged or not size.drafts for extra in ((False,) if size.network else kinds)]
         is_told, agree = (True, bool) if ranks is None else (ranks.rank == 0, ranks.least)
         self.graphs: dict[Size, tuple[CudaGraph, CudaGraph]] = {}  # the layers, and the choice
         self.found: dict[tuple, Size | None] = {}  # see `size_for`
@@ -159,7 +161,7 @@ class DecodeGraphs:
                 logits = first.output  # the largest one's: the others write to its memory
             self.graphs[size] = first, second
         for size in {} if is_ours else {one[2:]: one for one in self.sizes[::-1]}.values():
-            self._try(builder, layers, size)
+            self._try(builder, layers, size, num_drafts or FEW_DRAFTS)
         self.seconds = time.perf_counter() - start
         self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
         if is_told:
@@ -167,18 +169,20 @@ class DecodeGraphs:
                        f"{max_num_seqs} took {self.seconds:.1f} s and "
                        f"{self.memory / 2 ** 20:,.0f} MB", file=sys.stderr)
 
-    def _try(self, builder: BatchBuilder, layers: Layers, size: Size) -> None:
+    def _try(self, builder: BatchBuilder, layers: Layers, size: Size, most: int) -> None:
         """Replay two contents beside the function itself. Raises `RuntimeError` where they differ:
-        something that the host knows is frozen in the recording. All KV goes to block 0."""
+        something that the host knows is frozen in the recording. All KV goes to block 0. Extras say
+        1, 2, 3 ..., then 2, 3, 4 ...: places of theirs that are written are not those that are
+        read."""
         room = builder.tables.shape[1] * builder.block_size
-        for known in (2, min(7, room)):
-            num_drafts = min(builder.block_size, size.tokens, room + 1 - known) - 1
+        for place, known in enumerate((2, min(7, room)), 1):
+            num_drafts = min(builder.block_size, size.tokens, room + 1 - known, most + 1) - 1
             drafts = [known] * num_drafts if size.drafts else []
             seq = Sequence(CoreRequest("trial", SamplingParams()), [known - 1] * known, row=0,
                            block_table=[0] * builder.tables.shape[1])
             step = Step(0, {seq: 1 + len(drafts)}, [known - 1], [seq], drafts and {seq: drafts},
-                        size.network, sections={
-                            name: {seq: 1} for name in builder.extra if size.extra})
+                        size.network, sections={name: {seq: number} for number, name in enumerate(
+                            builder.extra if size.extra else (), place)})
             right = layers(self._fix(builder.build(step, size), size)).clone()
             got, right = (one[:1 + len(drafts)].float().nan_to_num() for one in (
                 self.graphs[size][0].replay(), right))

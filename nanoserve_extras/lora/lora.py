@@ -413,7 +413,7 @@ class LoRA(Extra):
     def prepare(self, plan: Plan) -> Plan:
         return replace(plan, parts=replace(
             plan.parts, make_adapters=partial(Adapters, options=self.options),
-            sections=(*plan.parts.sections, SECTION),
+            sections=plan.parts.sections | {SECTION: False},
             calls=plan.parts.calls | {ADAPTER: receive}))
 
     def attach(self, engine: LLMEngine) -> None:
