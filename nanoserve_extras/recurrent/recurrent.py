@@ -4,9 +4,12 @@ Attention looks back at the KV of all tokens. A recurrent layer folds them into 
 fixed size instead (Gu and Dao 2023, "Mamba"; Yang et al. 2024, "Gated Delta Networks"), and a
 hybrid has both kinds of layers. The KV is in blocks, as ever. A state lies at `Sequence.row`:
 
-    states   row 0 | row 1 | ... | row R-1 | zeros | snapshot | ... | drafts of row 0 | ...
-             a step changes its own rows   | where a row begins     | behind each draft: the next
+    states   padding | zeros | row 0 | ... | row R-1 | snapshot | ... | drafts of row 0 | ...
+             a row begins ▲  | a step changes its own | or here ▲     | behind each draft: the next
                                                                       step goes on from a right one
+
+Three numbers a row say where, sections of the batch: a CUDA graph reads them as it reads all others
+(0 in rows of padding). Snapshots are copied between two steps.
 
 transformers' recurrent layers (*mixers*) reach their state through one interface of its cache. So
 one object that answers it with the states of some rows, `Rows`, runs all of them.
@@ -23,11 +26,11 @@ Known limits: one rank; the speed of transformers' mixers, but for gated delta n
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import nn
@@ -38,6 +41,7 @@ from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
+from nanoserve.frontend.metrics import Metric
 from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear
 from nanoserve.model import KVCache
@@ -47,9 +51,10 @@ from nanoserve_extras.foreign.foreign_layers import SIZES, Packed, Picks
 from nanoserve_extras.foreign.transformers_model import Pages, Probe, TransformersModel
 from nanoserve_extras.recurrent.options import RecurrentOptions
 from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
-from nanoserve_extras.recurrent.recurrent_snapshots import Copies, Snapshots
+from nanoserve_extras.recurrent.recurrent_snapshots import FIRST_ROW, Snapshots
 
 Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
+SECTIONS = "state_sources", "state_places", "state_drafts"  # of the batch: see `Rows`
 CHUNKS = (4, 3, 1, 1)  # in the trial at load
 STATES_SHARE = 0.5  # the most for rows, as a share of the memory that is left
 SNAPSHOTS_SHARE = 0.1  # a share of the KV cache's size, unless `snapshot_bytes` is given
@@ -63,15 +68,29 @@ LEAST_SNAPSHOTS = 4  # also with a small cache
 class Rows:
     """In the place of transformers' cache. Attention has `Pages`; `update` hands its keys back.
 
-    states: (num_states, ...) each; while a mixer runs, those of its rows alone, (b, ...). places:
-    of each of the step's rows, where its state lies, and where its tokens leave it: all of them in
-    one place, or each in its own.
+    states: (num_states, ...) each; while a mixer runs, those of its rows alone, (b, ...). sources,
+    places, drafts: (b,) where the state of each of the step's rows lies; where its tokens leave it;
+    and, if that is not 0, where those behind the first do, each in a place of its own. starts: see
+    `Batch.cu_seqlens_q`. query_lens: None in a recording whose rows may have any number of tokens.
+    drafts_host: as `drafts`, or none.
     """
 
     states: dict[Key, torch.Tensor]
-    places: list[list[int]]
-    query_lens: list[int]
-    device: torch.device
+    sources: torch.Tensor
+    places: torch.Tensor
+    drafts: torch.Tensor
+    starts: torch.Tensor
+    num_tokens: int
+    query_lens: list[int] | None
+    drafts_host: list[int]
+
+    @classmethod
+    def at(cls, states: dict[Key, torch.Tensor], places: list[int], query_lens: list[int],
+           device: torch.device) -> "Rows":
+        """Rows whose states stay in these places."""
+        slots = put(places, torch.int64, device=device)
+        starts = put(list(accumulate(query_lens, initial=0)), torch.int32, device=device)
+        return cls(states, slots, slots, slots * 0, starts, sum(query_lens), query_lens, [])
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
         return self.states["conv", layer_idx, state_idx]
@@ -92,41 +111,65 @@ class Rows:
         return self.states["recurrent", layer_idx, state_idx].copy_(new)
 
     @cached_property
-    def parts(self) -> list[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor]]:
-        """What a mixer computes at once: which tokens, n of b rows each; where these rows' states
-        lie and are left, (b,) each. First the rows of one token and the first of drafted rows, then
-        the second of these, and so on, each a batch with n = 1; then chunks, each with b = 1."""
-        turns, chunks, end = defaultdict(list), [], 0
-        for (source, *slots), n in zip(self.places, self.query_lens, strict=True):
-            tokens, end = range(end, end + n), end + n
-            if len(slots) < n:
-                chunks.append((tokens, [source], slots))
-                continue
-            for turn, one in enumerate(zip(tokens, (source, *slots), slots, strict=False)):
-                turns[turn].append(one)
-        batches = [tuple(zip(*turn, strict=True)) for turn in turns.values()]
-        return [(slice(tokens[0], tokens[-1] + 1) if tokens[-1] - tokens[0] == len(tokens) - 1
-                 else self.on_device(tokens), self.on_device(sources), self.on_device(targets))
-                for tokens, sources, targets in batches + chunks]
-
-    def on_device(self, numbers: Iterable[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return put(list(numbers), dtype, device=self.device)
-
-    # The same for an op that computes all rows at once, see `recurrent_delta.delta_rule`.
-
-    @cached_property
-    def sources(self) -> torch.Tensor:
-        return self.on_device(source for source, *_ in self.places)
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each token: its index in the step, its row, and its place in that row. (num_tokens,)
+        each. Padding counts to the last row."""
+        starts = self.starts.long()
+        index = torch.arange(self.num_tokens, device=starts.device)
+        row = torch.searchsorted(starts[1:], index, right=True).clamp(max=len(starts) - 2)
+        return index, row, index - starts[row]
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        return self.on_device(chain.from_iterable(
-            slots * (n // len(slots)) for (_, *slots), n in zip(self.places, self.query_lens,
-                                                                strict=True)))
+        """Where each token leaves its row's state, (num_tokens,)."""
+        if self.are_single:
+            return self.places
+        index, row, behind = self.tokens
+        own = (behind > 0) & (self.drafts[row] > 0)
+        slots = torch.where(own, self.drafts[row] + behind - 1, self.places[row])
+        return torch.where(index < self.starts[-1], slots, 0)
+
+    @property
+    def are_single(self) -> bool:
+        """Whether each row has one token."""
+        return self.query_lens is not None and self.num_tokens == len(self.sources)
 
     @cached_property
-    def starts(self) -> torch.Tensor:
-        return self.on_device(accumulate(self.query_lens, initial=0), torch.int32)
+    def parts(self) -> list[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor]]:
+        """What a mixer computes at once: which tokens, n of b rows each; where these rows' states
+        lie and are left, (b,) each. First the rows of one token and the first of drafted rows, then
+        the second of these, and so on, each a batch with n = 1; then chunks, each with b = 1. In a
+        recording of such rows: all tokens, each of which leaves a state (see `windows`)."""
+        if self.are_single:
+            return [(slice(None), self.sources, self.places)]
+        index, row, behind = self.tokens
+        if self.query_lens is None:  # of those that leave it in one place the last one counts
+            is_last = index + 1 == self.starts[row + 1]
+            return [(slice(None), self.sources,
+                     torch.where(is_last | (self.drafts[row] > 0), self.slots, 0))]
+        sources = torch.where(behind > 0, self.slots.roll(1), self.sources[row])
+        turns, chunks, end = defaultdict(list), [], 0
+        for n, drafts in zip_longest(self.query_lens, self.drafts_host):
+            first, end = end, end + n
+            if n > 1 and not drafts:
+                chunks.append((slice(first, end), sources[first:first + 1], self.slots[first:][:1]))
+                continue
+            for turn in range(n):
+                turns[turn].append(first + turn)
+        batches = [slice(turn[0], turn[-1] + 1) if turn[-1] - turn[0] == len(turn) - 1 else
+                   put(turn, torch.int64, device=self.starts.device) for turn in turns.values()]
+        return [(turn, sources[turn], self.slots[turn]) for turn in batches] + chunks
+
+    @cached_property
+    def windows(self) -> torch.Tensor:
+        """What a convolution weighs for each token, (num_tokens, width): indices into the states of
+        all rows, `width - 1` tokens each, and the step's tokens behind them. With a width of 4 the
+        second token of row 2 finds 2 in a state, at 3 * 2 + 1 and behind it, and 2 in the step."""
+        kept = next(one.shape[1] for (kind, *_), one in self.states.items() if kind == "conv")
+        index, row, behind = (one[:, None] for one in self.tokens)
+        i = torch.arange(kept + 1, device=index.device)
+        return torch.where(behind + i < kept, row * kept + behind + i,
+                           (len(self.sources) - 1) * kept + index + i)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -151,7 +194,7 @@ class Finder(Rows):
     and hands over what it would keep."""
 
     def __init__(self, network: nn.Module):
-        super().__init__({}, [], [], torch.device("meta"))
+        super().__init__({}, *[torch.empty(0)] * 4, 0, [], [])
         self.running: list[nn.Module] = []
         self.keys: dict[nn.Module, list[Key]] = {}
         self.hooks = [hook for module in network.modules() for hook in (
@@ -223,7 +266,6 @@ class RecurrentModel(TransformersModel):
                  counts: tuple[int, int] | None, *args, **options):
         self.shapes: dict[Key, torch.Tensor] = {}  # (1, ...), without memory
         self.states: dict[Key, torch.Tensor] = {}
-        self.copies: Copies | None = None  # for the step to come
         super().__init__(*args, **options)
         self.state_bytes = sum(state.nbytes for state in self.shapes.values())
         kv_bytes = sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
@@ -231,8 +273,9 @@ class RecurrentModel(TransformersModel):
             config, most, num_drafts, self.state_bytes, kv_bytes,
             free_memory(config, self.on.device))
         with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
-            self.states = self.make_states(
-                self.most_rows * (1 + num_drafts) + 1 + self.num_snapshots)
+            self.states = self.make_states(max(
+                FIRST_ROW + self.most_rows * (1 + num_drafts) + self.num_snapshots,
+                4 + num_drafts))  # where graphs are tried: see `DecodeGraphs`
         for states in self.states.values():
             states.is_scratch = True  # an engine that sleeps forgets them
 
@@ -242,30 +285,37 @@ class RecurrentModel(TransformersModel):
                                  device=self.on.device).zero_()
                 for key, state in self.shapes.items()}
 
-    def expect(self, copies: Copies) -> None:
-        """The next step: whose rows it computes, and which states are copied around it."""
-        self.copies = copies
+    @property
+    def ragged_graphs(self) -> bool:
+        """transformers' mixers take rows of one length each."""
+        return self.num_fast == self.num_mixers
+
+    @torch.inference_mode()
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy states: (from, to) each."""
+        if pairs:
+            sources, targets = put(pairs, torch.int64, device=self.on.device).T
+            for states in self.states.values():
+                states.index_copy_(0, targets, states.index_select(0, sources))
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
-        copies, self.copies = self.copies, None
-        if copies is None:  # the largest step, which is measured
-            copies = Copies([[i % self.most_rows] * 2 for i in range(len(batch.query_lens))])
-        out = self.run(input_ids, positions, wanted, self.pages(kv_cache, batch),
-                       Rows(self.states, copies.places, batch.query_lens, self.on.device))
-        if copies.after:
-            sources, targets = put(copies.after, torch.int64, device=self.on.device).T
-            for states in self.states.values():
-                states.index_copy_(0, targets, states.index_select(0, sources))
-        return out
+                batch: Batch, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        zeros = torch.zeros_like(batch.seq_lens)  # the largest step, which is measured, has none
+        given = [(batch.extra[name] if len(batch.extra.get(name, ())) else zeros).long()
+                 for name in SECTIONS]
+        rows = Rows(self.states, *given, batch.cu_seqlens_q, batch.num_tokens,
+                    None if batch.is_padded else batch.query_lens,
+                    list(batch.host.get(SECTIONS[-1], ())))
+        return self.run(input_ids, positions, slice(None) if wanted is None else wanted,
+                        self.pages(kv_cache, batch), rows)
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor,
+    def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor | slice,
             pages: Pages | Probe, cache: Rows | None = None, **options) -> torch.Tensor:
         """cache: None at load, where each token is a row of its own, at its beginning."""
         count = len(ids)
-        cache = cache or Rows(self.make_states(count), [[i, i] for i in range(count)],
-                              [1] * count, ids.device)
+        cache = cache or Rows.at(self.make_states(count), list(range(count)), [1] * count,
+                                 ids.device)
         return super().run(ids, positions, wanted, pages, cache=cache, **options)
 
     # ------------------------------------------------------------ the trial at load
@@ -309,9 +359,9 @@ class RecurrentModel(TransformersModel):
             own = {key: (state.transpose(1, 2)[:, 1:] if key[0] == "conv" else state).clone()
                    for key, state in theirs.items()}
             for chunk in x.split((1, 1, 3), 1):
-                step = [[i, i] for i in range(len(x))], [chunk.shape[1]] * len(x), device
-                wanted = type(net).forward(trial, chunk, cache=Rows(theirs, *step))
-                got = ours.forward(chunk.flatten(0, 1)[None], Rows(own, *step)).view_as(wanted)
+                step = list(range(len(x))), [chunk.shape[1]] * len(x), device
+                wanted = type(net).forward(trial, chunk, cache=Rows.at(theirs, *step))
+                got = ours.forward(chunk.flatten(0, 1)[None], Rows.at(own, *step)).view_as(wanted)
                 # A twin may flush numbers below 1e-38 to 0.
                 lost = 1e-5 * wanted.abs().amax(-1, keepdim=True) + 1e-30
                 if not ((got - wanted).abs() <= lost).all():
@@ -345,7 +395,7 @@ class RecurrentModel(TransformersModel):
         for i, (chunk, at) in enumerate(chunks):
             wanted = 1 + torch.arange(len(chunk), device=ids.device)
             both = torch.cat((others[i:i + 1], chunk))
-            cache = Rows(states, [[1, 1], [0, 0]], [1, len(chunk)], ids.device)
+            cache = Rows.at(states, [1, 0], [1, len(chunk)], ids.device)
             out.append(self.run(both, torch.cat((places[i:i + 1], at)), wanted, Probe(), cache,
                                 attention_mask=mask_for(both)))
         return torch.cat(out)
@@ -367,12 +417,15 @@ class Recurrent(Extra):
 
     Options = RecurrentOptions
     name = "a model with recurrent states"
-    ends = frozenset([Fact.KV_ALONE, Fact.GRAPHS])
+    ends = frozenset([Fact.KV_ALONE])
 
     def prepare(self, plan: Plan) -> Plan:
         make = partial(plan.parts.make_network, make=partial(
             self.make, plan.config, self.options.snapshot_bytes, plan.parts.num_drafts))
-        return replace(plan, parts=replace(plan.parts, make_network=make))
+        return replace(plan, parts=replace(
+            plan.parts, make_network=make,
+            sections=plan.parts.sections | dict.fromkeys(
+                SECTIONS if plan.parts.num_drafts else SECTIONS[:2], True)))
 
     def make(self, config: EngineConfig, snapshot_bytes: int | None, num_drafts: int, *args,
              **options) -> RecurrentModel:
@@ -383,8 +436,10 @@ class Recurrent(Extra):
     def attach(self, engine: LLMEngine) -> None:
         self.runner = weakref.proxy(engine.runner)  # weak: the runner's parts hold this object
         model = engine.runner.model
+        self.labels = {"model_name": str(engine.config.model)}
         self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots,
                                    engine.runner.parts.num_drafts)
+        self.after: list[tuple[int, int]] = []  # what is copied behind the last step
         engine.add(self.snapshots)
         slow = ", the others by transformers' own mixers, which are slower"
         count = 1 + engine.runner.parts.num_drafts
@@ -395,7 +450,17 @@ class Recurrent(Extra):
             f"{slow if model.num_fast < model.num_mixers else ''}")
 
     def launching(self, step: Step) -> None:
-        self.runner.model.expect(self.snapshots.plan(step))
+        """A graph holds no copies, so those behind a step come in front of the next one, which is
+        the same to the device. A step that is lost has no snapshots: its copies do no harm."""
+        self.runner.model.copy(self.after)
+        copies = self.snapshots.plan(step)
+        self.after = copies.after
+        rows = {seq: (*places, 0)[:3] for seq, places in copies.places.items()}  # 0: no drafts
+        step.sections |= {name: {seq: row[i] for seq, row in rows.items()}
+                          for i, name in enumerate(SECTIONS)}
+
+    def metrics(self) -> list[Metric]:
+        return self.snapshots.read_metrics(self.labels)
 
 
 def size_of(num_bytes: int) -> str:

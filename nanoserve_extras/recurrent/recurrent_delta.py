@@ -60,9 +60,12 @@ class DeltaNet:
         channels are neighbours in memory it takes an eighth of conv1d's time (docs/LOG.md)."""
         conv, convolved = self.net.conv1d, torch.empty_like(qkv)
         for tokens, sources, targets in cache.parts:
-            x = qkv[tokens].unflatten(0, (len(sources), -1))
-            window = torch.cat((states.index_select(0, sources), x), 1)
-            states.index_copy_(0, targets, window[:, x.shape[1]:])
+            kept = states.index_select(0, sources)
+            if cache.query_lens is None:  # each token has a window of its own
+                window = torch.cat((kept.flatten(0, 1), qkv))[cache.windows]
+            else:
+                window = torch.cat((kept, qkv[tokens].unflatten(0, (len(sources), -1))), 1)
+            states.index_copy_(0, targets, window[:, -kept.shape[1]:])
             out = F.conv2d(window.transpose(1, 2).unsqueeze(2), conv.weight.unsqueeze(2),
                            conv.bias, groups=conv.groups)
             convolved[tokens] = F.silu(out).squeeze(2).transpose(1, 2).flatten(0, 1)

@@ -29,14 +29,15 @@ from nanoserve.frontend.metrics import Counter, Gauge, Metric
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
+ZEROS, FIRST_ROW = 1, 2  # in the array of all states; 0: of a batch's padding
+
 
 @dataclass
 class Copies:
     """What a step does to states, by their indices in the array of all."""
 
-    # Of each row of its batch, single tokens first: where the state lies, and where it is left, of
-    # a row with drafts behind each token.
-    places: list[list[int]]
+    # Of each row: where the state lies, and where it is left, with drafts behind each token.
+    places: dict[Sequence, list[int]]
     after: list[tuple[int, int]] = field(default_factory=list)  # copied then: (from, to)
 
 
@@ -50,22 +51,23 @@ class Snapshot:
 
 class Snapshots(Extra):
     """Says where chunks end and which hits are usable, and learns what has finished.
-    The array of states has `num_rows` rows, zeros, snapshots, and for each row's drafts
-    `num_drafts` more."""
+    The array of states has one for padding, zeros, `num_rows` rows, snapshots, and for each row's
+    drafts `num_drafts` more."""
 
     def __init__(self, scheduler: Scheduler, num_rows: int, num_snapshots: int,
                  num_drafts: int = 0):
         # Weak: the scheduler holds this object.
         self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
-        self.zeros, self.num_snapshots, self.num_drafts = num_rows, num_snapshots, num_drafts
-        self.free = list(range(num_rows + 1, num_rows + 1 + num_snapshots))
+        self.num_snapshots, self.num_drafts = num_snapshots, num_drafts
+        self.first, self.behind = FIRST_ROW + num_rows, FIRST_ROW + num_rows + num_snapshots
+        self.free = list(range(self.first, self.behind))
         self.named: OrderedDict[CacheEntry, Snapshot] = OrderedDict()  # least recently used first
         self.moving: dict[Sequence, CacheEntry] = {}  # the name of the one that moves on with it
         self.branch: dict[Sequence, int] = {}  # up to where it found blocks, but no state
         self.in_flight: dict[Step, dict[Sequence, Snapshot]] = {}  # the snapshots to be written
         # Whose last tokens were drafted: the first one's position, where each has left its state.
         self.drafted: dict[Sequence, tuple[int, list[int]]] = {}
-        self.num_tokens = self.num_saved = self.num_evicted = 0  # see `metrics`
+        self.num_tokens = self.num_saved = self.num_evicted = 0  # see `read_metrics`
 
     # ------------------------------------------------- what the scheduler asks
 
@@ -105,21 +107,19 @@ class Snapshots(Extra):
 
     def plan(self, step: Step) -> Copies:
         """Called when the step is planned, before it is launched."""
-        copies, size = Copies([]), self.blocks.block_size
+        copies, size = Copies({}), self.blocks.block_size
         saves = self.in_flight[step] = {}
-        rows = sorted(zip(step.num_new_tokens.items(), step.starts, strict=True),
-                      key=lambda row: row[0][1] > 1)
-        for (seq, _), start in rows:
-            first, left = self.drafted.pop(seq, (start - 1, [seq.row]))
+        for seq, start in zip(step.num_new_tokens, step.starts, strict=True):
+            first, left = self.drafted.pop(seq, (start - 1, [FIRST_ROW + seq.row]))
             if seq in step.admitted:
-                source = self.find_snapshot(seq) if start else self.zeros
+                source = self.find_snapshot(seq) if start else ZEROS
             else:  # if 2 of 3 tokens from 17 on count, it goes on at 19
                 source = left[start - 1 - first]
-            copies.places.append([source, seq.row])
-        for ((seq, num_new), start), places in zip(rows, copies.places, strict=True):
-            end = start + num_new
+            copies.places[seq] = [source, FIRST_ROW + seq.row]
+        for (seq, places), start in zip(copies.places.items(), step.starts, strict=True):
+            end = start + (num_new := step.num_new_tokens[seq])
             if self.num_drafts and seq in step.drafts:
-                spare = self.zeros + 1 + self.num_snapshots + seq.row * self.num_drafts
+                spare = self.behind + seq.row * self.num_drafts
                 places += range(spare, spare + num_new - 1)
                 self.drafted[seq] = start, places[1:]
                 end = min(end, (start // size + 1) * size)  # the first boundary, if it gets there
@@ -197,21 +197,20 @@ class Snapshots(Extra):
 
     # ------------------------------------------------------------ for a reader
 
-    def metrics(self) -> list[Metric]:
+    def read_metrics(self, labels: dict[str, str]) -> list[Metric]:
         """num_tokens: that came from snapshots, also where a preempted sequence began anew."""
         name = "vllm:state_snapshot_{}".format
-        return [Counter(name("tokens"), {}, self.num_tokens),
-                Counter(name("saved"), {}, self.num_saved),
-                Counter(name("evicted"), {}, self.num_evicted),
-                Gauge(name("usage_perc"), {},
+        return [Counter(name("tokens"), labels, self.num_tokens),
+                Counter(name("saved"), labels, self.num_saved),
+                Counter(name("evicted"), labels, self.num_evicted),
+                Gauge(name("usage_perc"), labels,
                       1 - len(self.free) / max(self.num_snapshots, 1))]
 
     def audit(self) -> None:
         """Audit everything. O(snapshots): for tests."""
         written = [one.index for saves in self.in_flight.values() for one in saves.values()]
         taken = [*self.free, *written, *(one.index for one in self.named.values())]
-        first = self.zeros + 1
-        assert sorted(taken) == list(range(first, first + self.num_snapshots)), (
+        assert sorted(taken) == list(range(self.first, self.behind)), (
             f"a snapshot of {self.num_snapshots} is lost or taken twice: {sorted(taken)}")
         for entry, one in self.named.items():
             assert self.blocks.entry_of[entry.block_id] is entry, (

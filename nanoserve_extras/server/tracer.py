@@ -17,14 +17,13 @@ beginning can't be cut off.
 from pathlib import Path
 
 from nanoserve.engine import LLMEngine
-from nanoserve.frontend.request import Request
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.sequence import Sequence
 from nanoserve_extras.trace.recorder import Trace, encoder_of
 
 
 class Tracer(Trace):
     """An observer of one engine, which never writes a file."""
-
-    shows_prompts = False
 
     def __init__(self, engine: LLMEngine):
         self.engine = engine
@@ -38,9 +37,10 @@ class Tracer(Trace):
     def close(self) -> None:
         """The engine ends: nothing is written."""
 
-    def added(self, request: Request) -> None:
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
         scheduler = self.engine.scheduler
         if self.closed and not scheduler.in_flight and (
-                {*scheduler.running, *scheduler.waiting} <= {*request.sequences}):
+                {*scheduler.running, *scheduler.waiting} <= {*sequences}):
             self._begin()
-        super().added(request)
+        super().added(sequences, stats, None)

@@ -14,6 +14,7 @@ from adapters import ALL, SMALL, Adapters
 from architectures import ARCHITECTURES, assert_parity, make, texts_by
 from checkpoints import CHECKPOINTS
 from helpers import storage, watch_steps
+from hybrids import HYBRIDS
 
 pytest.importorskip("triton")
 
@@ -171,6 +172,19 @@ def test_networks_of_transformers_in_graphs(tmp_path, prompts, name):
     some = [[token % 256 for token in prompt[:40]] for prompt in few(prompts)]
     engine = start(tmp_path / name, model_impl="transformers")
     assert engine.runner.graphs is not None
+    assert_parity(engine, some, texts_by({name: tmp_path / name}, some)(name), name)
+
+
+@pytest.mark.parametrize("asked", [None, dict(
+    method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)], ids=["decodes", "drafts"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "lfm2", "granite4-h"])
+def test_networks_with_states_in_graphs(tmp_path, prompts, name, asked):
+    """Twice, the second time from snapshots, which are copied between two replays."""
+    make(HYBRIDS[name](), tmp_path / name)
+    some = [[token % 256 for token in prompt[:40]] for prompt in few(prompts)]
+    engine = start(tmp_path / name, speculative_config=asked)
+    assert any(size.drafts for size in engine.runner.graphs.sizes) == ("qwen" in name)
+    guard(engine)
     assert_parity(engine, some, texts_by({name: tmp_path / name}, some)(name), name)
 
 

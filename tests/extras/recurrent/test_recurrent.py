@@ -54,8 +54,7 @@ def start(folder, **options) -> LLM:
                              skip_tokenizer_init=True) | options)
     model = llm.runner.model
     for states in model.states.values():
-        states[:model.most_rows] = torch.nan
-        states[model.most_rows + 1:] = torch.nan
+        states[0] = states[2:] = torch.nan
     return llm
 
 

@@ -25,7 +25,7 @@ from test_scheduler_random import (
 )
 
 from nanoserve.sequence import Sequence, Step
-from nanoserve_extras.recurrent.recurrent_snapshots import Copies, Snapshots
+from nanoserve_extras.recurrent.recurrent_snapshots import ZEROS, Copies, Snapshots
 
 pytestmark = pytest.mark.floor
 
@@ -48,7 +48,7 @@ class StatefulDevice(FakeDevice):
     def __init__(self, snapshots: Snapshots, *args):
         super().__init__(*args)
         self.snapshots, self.tokens = snapshots, {}  # the token in each slot
-        self.states = {snapshots.zeros: 0}
+        self.states = {ZEROS: 0}
 
     def launch(self, step: Step) -> Launched:
         launched = super().launch(step)
@@ -57,9 +57,8 @@ class StatefulDevice(FakeDevice):
 
     def run(self, launched: WithCopies) -> None:
         super().run(launched)
-        rows = sorted(launched.rows, key=lambda row: len(row[3]) > 1)
-        for (seq, slots, start, tokens), (source, *places) in zip(rows, launched.copies.places,
-                                                                  strict=True):
+        for seq, slots, start, tokens in launched.rows:
+            source, *places = launched.copies.places[seq]
             self.tokens |= dict(zip(slots[start:], tokens, strict=False))
             state = self.states[source]
             computed = [self.tokens[slot] for slot in slots[:start + len(tokens)]]
