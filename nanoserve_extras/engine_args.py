@@ -1,27 +1,138 @@
-"""`EngineArgs`: all options of `LLM(...)` in one record, the engine's own and those of the extras.
+"""All options of `LLM(...)`: a record for each extra, and `EngineArgs`, which joins all of them.
 
     LLM(model, max_num_seqs=8, enable_lora=True) ──► EngineArgs ──part(EngineConfig)──► the engine
                                                         └──────part(LoRAOptions)─────► the extra
 
-Each record is the only place of its options: their names, defaults and rules. This class inherits
-from all of them, so the command line, a dict of options and vLLM's `EngineArgs` know the same names
-without a second list. Imports no torch.
+Each record is the only place of its options: their names, defaults and rules. An extra names its
+record as `Options`. `EngineArgs` inherits from all of them, so the command line, a dict of options
+and vLLM's `EngineArgs` know the same names without a second list. Imports no torch.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from nanoserve.config import EngineConfig
+from nanoserve.frontend import rules
+from nanoserve.frontend.rules import Options, Rule, choice, option
 from nanoserve.frontend.vllm import takes_vllms_words
-from nanoserve_extras.block_store.options import BlockStoreOptions
-from nanoserve_extras.drafts.options import DraftOptions
-from nanoserve_extras.foreign.options import ForeignOptions
-from nanoserve_extras.layer_plan.options import LayerPlanOptions
-from nanoserve_extras.lora.options import LoRAOptions
-from nanoserve_extras.multimodal.options import MultimodalOptions
-from nanoserve_extras.pooling.options import PoolingOptions
-from nanoserve_extras.quantization.options import QuantizationOptions
-from nanoserve_extras.recurrent.options import RecurrentOptions
-from nanoserve_extras.trace.options import TraceOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignOptions(Options):
+    """Whose network runs a checkpoint. model_impl: "auto" is nanoserve's own network if it has one,
+    else transformers'."""
+
+    model_impl: str = option("auto", choice("auto", "nanoserve", "transformers"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions(Options):
+    """How weights are stored in memory. quantization: "int8" and "int4" round any checkpoint;
+    "dequantize" restores the numbers of a quantised one, which is also what `None` does."""
+
+    quantization: str | None = option(None, Rule(
+        "dequantize, int8 or int4 (a quantised checkpoint's format, fp8 say, is in its "
+        "config.json: leave it out)", choice("dequantize", "int8", "int4").keep))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentOptions(Options):
+    """How much memory copies of recurrent states take. snapshot_bytes: for states behind cached
+    blocks. `None`: a share of the KV cache's memory."""
+
+    snapshot_bytes: int | None = option(None, rules.SIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAOptions(Options):
+    """How many adapters there may be at a time, and of which size. max_loras: adapters in memory at
+    the same time. max_lora_rank: the largest rank of one."""
+
+    enable_lora: bool = option(False, rules.FLAG)
+    max_loras: int = option(1, rules.COUNT, "enable_lora")
+    max_lora_rank: int = option(16, rules.COUNT, "enable_lora")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingOptions(Options):
+    """Whether a model pools, and how. runner: "auto" is what the checkpoint was made for. convert:
+    what a generator becomes that pools. pooler_config: a `PoolerConfig`, or a dict of its fields.
+    """
+
+    runner: str = option("auto", choice("auto", "generate", "pooling"))
+    convert: str = option("auto", choice("auto", "none", "embed", "classify", "reward"))
+    pooler_config: object = option(None, rules.ANYTHING)
+
+    def check_generates(self) -> None:
+        """Raises `ValueError` for what has no effect on a generator."""
+        for name, default in (("convert", "auto"), ("pooler_config", None)):
+            if (value := getattr(self, name)) != default:
+                raise ValueError(f"{name}={value!r} has no effect on a generator: add "
+                                 "runner='pooling', or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlanOptions(Options):
+    """Where the layers are. layer_plan: a list has how many layers each stage has, a dict how many
+    are on disk. max_wait: seconds in which a server gathers prompts, so that layers are read once
+    for all of them."""
+
+    layer_plan: dict | list | None = option(None, rules.instance(
+        (dict, list), "how many layers each rank has, as [12, 16], or those that stay on disk, as "
+        "{'disk': 8}"))
+    max_wait: float = option(0.0, rules.number(0, 3600), "layer_plan")
+
+
+def keep_limits(limits: Any) -> dict[str, int] | None:
+    """As vLLM's. `None` where a prompt may have none."""
+    rules.only_if(isinstance(limits, dict), limits)
+    kept = {kind: rules.SIZE.keep(most) for kind, most in limits.items() if rules.SIZE.keep(most)}
+    return rules.only_if(kept.keys() <= {"image", "audio"}, limits) and kept or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultimodalOptions(Options):
+    """How many images and sounds a prompt may have. limit_mm_per_prompt: `None` for prompts of text
+    alone. mm_processor_kwargs: laid over what the folder's files say. encoder_cache_tokens: the
+    size of the cache of what the tower made."""
+
+    limit_mm_per_prompt: dict | None = option(None, Rule(
+        "a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have "
+        "(no 'video': its frames are images)",
+        keep_limits))
+    mm_processor_kwargs: dict | None = option(None, Rule(
+        "a dict of arguments that the checkpoint's processor takes",
+        lambda given: rules.only_if(isinstance(given, dict), given) or None), "limit_mm_per_prompt")
+    encoder_cache_tokens: int = option(8192, rules.COUNT, "limit_mm_per_prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions(Options):
+    """Who guesses tokens, and how many. speculative_config: the method, `num_speculative_tokens`,
+    and what the method takes beside them (docs/speculative.md)."""
+
+    speculative_config: dict | None = option(None, rules.instance(
+        dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStoreOptions(Options):
+    """How much memory and disk blocks may take that the KV cache evicts. kv_offload_bytes: host
+    memory for blocks. kv_store: a folder for them, in which they outlive the engine.
+    kv_store_bytes: the most that is in this folder."""
+
+    kv_offload_bytes: int = option(0, rules.SIZE)
+    kv_store: str | None = option(None, rules.PATH)
+    kv_store_bytes: int = option(8 * 2 ** 30, rules.COUNT, "kv_store")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(Options):
+    """Where each step is recorded. trace: the file of the page, or of Perfetto's events."""
+
+    trace: str | None = option(None, rules.new_file(
+        "a file in a folder that exists, ending in .html (a page to look at) or .json (for "
+        "Perfetto)", ".html", ".json"))
 
 
 # A record's fields come behind those of the records on its right: the engine's own are the first.

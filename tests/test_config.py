@@ -86,7 +86,7 @@ def test_every_option_and_control_is_read_somewhere():
     """A field that is accepted, and that no other file reads, would be ignored in silence."""
     source = "".join(path.read_text() for package in (PACKAGE, EXTRAS)
                      for path in package.rglob("*.py")
-                     if path.name not in ("config.py", "options.py")
+                     if path.name not in ("config.py", "engine_args.py")
                      and not path.is_relative_to(EXTRAS / "tools"))
     for record, name in ((SamplingParams, "params"), (EngineArgs, "config|asked|args|options")):
         for field in dataclasses.fields(record):

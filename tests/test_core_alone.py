@@ -39,8 +39,7 @@ for refused, words in (
 
 # Where the tables name the idea that is deleted.
 LORA = {"__init__.py": ['"LoRARequest": "lora.lora", ', '"lora.lora.LoRA": args.enable_lora,'],
-        "engine_args.py": ["from nanoserve_extras.lora.options import LoRAOptions",
-                           "LoRAOptions, "]}
+        "engine_args.py": ["LoRAOptions, "]}
 
 
 def test_the_rest_runs_without_one_idea(tmp_path, qwen3):

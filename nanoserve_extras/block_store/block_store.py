@@ -56,7 +56,7 @@ from nanoserve_extras.block_store.block_folder import (
 )
 from nanoserve_extras.block_store.block_host import HostBlocks, HostMemory
 from nanoserve_extras.block_store.block_prefetch import Prefetcher
-from nanoserve_extras.block_store.options import BlockStoreOptions
+from nanoserve_extras.engine_args import BlockStoreOptions
 
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 

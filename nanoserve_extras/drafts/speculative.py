@@ -30,7 +30,7 @@ from nanoserve.frontend.rules import in_words
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.drafts.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser
 from nanoserve_extras.drafts.hidden_drafts import HiddenGuesser, OwnGuesser
-from nanoserve_extras.drafts.options import DraftOptions
+from nanoserve_extras.engine_args import DraftOptions
 
 GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "suffix": SuffixGuesser,
                                       "draft_model": ModelGuesser, "eagle3": HiddenGuesser,

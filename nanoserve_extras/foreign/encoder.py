@@ -40,7 +40,7 @@ from nanoserve.frontend.rules import in_words
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
 from nanoserve.sampler import put
-from nanoserve_extras.engine_args import EngineArgs
+from nanoserve_extras.engine_args import EngineArgs, PoolingOptions
 from nanoserve_extras.foreign.transformers_model import (
     PAGED,
     PROBED,
@@ -49,7 +49,6 @@ from nanoserve_extras.foreign.transformers_model import (
     load,
     refusal,
 )
-from nanoserve_extras.pooling.options import PoolingOptions
 from nanoserve_extras.pooling.pooler import Pooler, read_modules
 
 # Positions of these begin behind that of padding: with a padding token of 1, at 2.

@@ -44,8 +44,8 @@ from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.engine_args import LayerPlanOptions
 from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom
-from nanoserve_extras.layer_plan.options import LayerPlanOptions
 from nanoserve_extras.new_weights import NewWeights
 
 DEPLOY = -4  # in the place of a step's first length: the plan that is to be followed comes next

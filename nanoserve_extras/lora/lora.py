@@ -53,7 +53,7 @@ from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
 from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry, Step
-from nanoserve_extras.lora.options import LoRAOptions
+from nanoserve_extras.engine_args import LoRAOptions
 
 ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.PATH.keep)
 SECTION = "adapter_ids"  # a row's number in the batch; empty where no row has an adapter

@@ -50,6 +50,7 @@ from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import in_words
 from nanoserve.sampler import put
 from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.engine_args import MultimodalOptions
 from nanoserve_extras.foreign.transformers_model import TransformersModel, refusal
 from nanoserve_extras.multimodal.multimodal_inputs import (
     MediaItem,
@@ -59,7 +60,6 @@ from nanoserve_extras.multimodal.multimodal_inputs import (
     read_sound,
     take_out,
 )
-from nanoserve_extras.multimodal.options import MultimodalOptions
 
 # Wrappings that were compared with transformers' `generate`, by what they take (docs/vision.md).
 TRIED = {"image": ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL",

@@ -35,7 +35,7 @@ from nanoserve.frontend.rules import in_words, option
 from nanoserve.frontend.vllm import takes_vllms_words
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
-from nanoserve_extras.pooling.options import PoolingOptions
+from nanoserve_extras.engine_args import PoolingOptions
 
 POOLING_TYPE = rules.choice("CLS", "LAST", "MEAN", "ALL")
 # The tasks of a model by its kind; the first is the default of a request.

@@ -44,7 +44,7 @@ from nanoserve.frontend.request import Request, salted
 from nanoserve.frontend.rules import in_words, option
 from nanoserve.frontend.vllm import takes_vllms_words
 from nanoserve.sequence import CoreRequest, Sequence
-from nanoserve_extras.pooling.options import PoolingOptions
+from nanoserve_extras.engine_args import PoolingOptions
 from nanoserve_extras.pooling.pooler import Pooler
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled

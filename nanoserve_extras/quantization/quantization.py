@@ -19,8 +19,8 @@ from nanoserve.engine import Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.progress import say
+from nanoserve_extras.engine_args import QuantizationOptions
 from nanoserve_extras.quantization.formats import assemble, read_format
-from nanoserve_extras.quantization.options import QuantizationOptions
 from nanoserve_extras.quantization.quantized_experts import QuantisedExperts
 from nanoserve_extras.quantization.quantized_linear import (
     GROUP,

@@ -47,9 +47,9 @@ from nanoserve.layers import Linear
 from nanoserve.model import KVCache
 from nanoserve.sampler import put
 from nanoserve.sequence import Step
+from nanoserve_extras.engine_args import RecurrentOptions
 from nanoserve_extras.foreign.foreign_layers import SIZES, Packed, Picks
 from nanoserve_extras.foreign.transformers_model import Pages, Probe, TransformersModel
-from nanoserve_extras.recurrent.options import RecurrentOptions
 from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
 from nanoserve_extras.recurrent.recurrent_snapshots import FIRST_ROW, Snapshots
 

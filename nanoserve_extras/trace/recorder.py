@@ -48,7 +48,7 @@ from nanoserve.frontend.progress import say
 from nanoserve.frontend.rules import private
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
-from nanoserve_extras.trace.options import TraceOptions
+from nanoserve_extras.engine_args import TraceOptions
 from nanoserve_extras.trace.reasons import explain
 
 MAX_STEPS = 20_000

@@ -45,7 +45,7 @@ from nanoserve.frontend.progress import say
 from nanoserve.frontend.summary import duration, percentile, summary
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
-from nanoserve_extras.trace.options import TraceOptions
+from nanoserve_extras.engine_args import TraceOptions
 from nanoserve_extras.trace.reasons import explain, lost_blocks
 from nanoserve_extras.trace.recorder import Trace
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 import pytest
 from witness import Witness, read
 
+from nanoserve_extras.engine_args import TraceOptions
 from nanoserve_extras.trace import recorder
-from nanoserve_extras.trace.options import TraceOptions
 from nanoserve_extras.trace.recorder import Trace, chrome_trace, page
 from nanoserve_extras.trace.trace import Arrival, Simulation
 
