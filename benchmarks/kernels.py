@@ -40,9 +40,9 @@ from nanoserve.device import kernels, kernels_fused
 from nanoserve_extras.quantization.quantized_triton import TritonWeight
 
 # The most shared memory that a program may have. By default the table is of the first three: A100,
-# RTX 4090, H100. The others are RTX 3090, B200 and RTX 5090.
+# RTX 4090, H100. The others are RTX 3090, B200, RTX 5090 and T4.
 SHARED = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_86": 101_376,
-          "sm_100": 232_448, "sm_120": 101_376}
+          "sm_100": 232_448, "sm_120": 101_376, "sm_75": 65_536}
 # What the table counts, as PTX spells it. A load of 16 bytes goes to registers or to shared memory.
 WIDE = r"ld\.global\S*\.(v4\.b32|v2\.b64|v8\.b16)|cp\.async\..*, 0x10,"
 INSTRUCTIONS = {"wgmma": r"\bwgmma\.mma_async\.", "mma": r"\bmma\.sync\.", "wide": WIDE,

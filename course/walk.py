@@ -44,8 +44,8 @@ class Walk(Extra):
     def note_sequence(self, name):
         self.found[name] = "".join(f"{key:<21}{getattr(self.seq, key)}\n" for key in IN_SEQUENCE)
 
-    def added(self, sequences, stats, prompt):
-        [self.seq] = sequences
+    def added(self, request):
+        [self.seq] = request.sequences
         self.found["tokens"] = f"{self.seq.token_ids}\n"
         self.found["keys"] = "".join(f"{key.hex()}\n" for key in self.seq.block_keys)
         self.note_sequence("sequence")

@@ -25,8 +25,8 @@ steps by itself, as in a server; a loop can be followed in a debugger.
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from pathlib import Path
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -140,7 +140,7 @@ class LLMEngine:
             for seq in sequences:
                 self.scheduler.add(seq)
             for tell in self.hooks.added:
-                tell(sequences, request.stats, request.prompt)
+                tell(request)
 
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,
@@ -334,8 +334,9 @@ class LLMEngine:
     def get_metrics(self) -> list[Metric]:
         """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
         self.check_open()
-        return self.metrics.read(self.scheduler, self.config.model) + [
-            one for read in self.hooks.metrics for one in read()]
+        labels = {"model_name": self.config.model, "engine": "0"}
+        found = self.metrics.read(self.scheduler), *(read() for read in self.hooks.metrics)
+        return [replace(one, labels=labels | one.labels) for one in chain(*found)]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""

@@ -77,8 +77,8 @@ class Extra:
         """Check a `Request` and make what it asks for (a grammar, an adapter). Called in its
         caller's thread before it is queued; raises `ValueError`."""
 
-    def added(self, sequences: list[Sequence], stats: Any, prompt: str | None) -> None:
-        """Note a request's sequences. Called when they are queued, between two steps."""
+    def added(self, request: Any) -> None:
+        """Note a `Request`'s sequences. Called when they are queued, between two steps."""
 
     def ended(self, sequences: list[Sequence]) -> None:
         """Drop what is kept for these. Called behind each step, mostly with none, and behind an
@@ -148,7 +148,7 @@ class Extra:
     # ------------------------------------------------------------------ the engine lives on
 
     def metrics(self) -> list:
-        """Return numbers for `LLM.get_metrics`, in its classes."""
+        """Return numbers for `LLM.get_metrics`, in its classes, without labels of the engine."""
         return []
 
     def reset(self) -> None:

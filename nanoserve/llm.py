@@ -172,15 +172,20 @@ class LLM(LLMEngine):
         requests = self.make_requests(prompts, sampling_params, priority, lora_request)
         for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
-        results, start = {}, time.perf_counter()
+        start = time.perf_counter()
+        results = self.results_of(requests, use_tqdm)
+        if summarize:
+            say(summary([output.metrics for output in results], time.perf_counter() - start))
+        return results
+
+    def results_of(self, requests: list[Request], use_tqdm: bool | Callable) -> list:
+        """The one output of each request, in their order, with a bar meanwhile."""
+        results = {}
         with closing(self.drive(requests)) as outputs, prompts_bar(
                 len(requests), use_tqdm) as bar:
             for output in outputs:
                 results[output.request_id] = output
                 bar.update()
-        if summarize:
-            say(summary([output.metrics for output in results.values()],
-                        time.perf_counter() - start))
         return [results[request.request_id] for request in requests]
 
     @takes_vllms_words("stream()", "call")

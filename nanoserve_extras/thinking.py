@@ -28,7 +28,6 @@ import numpy as np
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import Request
 from nanoserve.sequence import Sequence, Step
 
@@ -150,12 +149,11 @@ class ThinkingBudget(Extra):
         self.asked[request] = Thought(self, most, (form.think, form.thought), closing,
                                       is_begun=reader.state == "thinks")
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
-        thought = self.asked.pop(self.engine.requests[sequences[0].request.request_id], None)
-        if thought is not None:
-            self.thoughts |= {seq: replace(thought, num_read=n, start=n) for seq in sequences
-                              for n in [seq.num_prompt_tokens]}
+    def added(self, request: Request) -> None:
+        if (thought := self.asked.pop(request, None)) is not None:
+            for seq in request.sequences:
+                n = seq.num_prompt_tokens
+                self.thoughts[seq] = replace(thought, num_read=n, start=n)
 
     def scheduled(self, step: Step) -> None:
         self.due.clear()

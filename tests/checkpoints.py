@@ -115,12 +115,12 @@ CHECKPOINTS: dict[str, Callable] = {
 }
 
 
-# For kernels in Triton's interpreter, where a launch takes milliseconds a program: two layers, one
-# KV head. Together they have every feature that a kernel has an argument for.
+# For kernels in Triton's interpreter, where a launch takes milliseconds a program: a layer or two,
+# one KV head. Together they have every feature that a kernel has an argument for.
 TINY = SIZES | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
                     num_attention_heads=2, num_key_value_heads=1)
 TINY_CHECKPOINTS: dict[str, Callable] = {
-    "tiny": lambda: Qwen3Config(**TINY),
+    "tiny": lambda: Qwen3Config(**TINY | dict(num_hidden_layers=1, intermediate_size=64)),
     "tiny-moe": lambda: MixtralConfig(**TINY | dict(head_dim=24), num_local_experts=3,
                                       num_experts_per_tok=2, sliding_window=20),
     "tiny-gemma": lambda: Gemma2Config(**TINY | dict(num_attention_heads=4), sliding_window=13,

@@ -63,7 +63,7 @@ IDEAS = {
     "foreign": ["quantization", "pooling"],
     "new_weights": ["foreign", "block_store"],
     "thinking": ["server"],
-    "layer_plan": ["new_weights"],
+    "layer_plan": ["new_weights", "foreign"],
     "server": ["trace", "structured", "pooling", "lora", "layer_plan"],
     "tools": ["block_store", "quantization", "server"],
     "combinations": ["block_store", "drafts", "foreign", "layer_plan", "lora", "multimodal",

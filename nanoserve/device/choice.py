@@ -3,7 +3,7 @@
     asked            found                            becomes
     device="auto"    a GPU that torch can use         "cuda", else "cpu"
     dtype="auto"     a GPU without bfloat16           float16
-    kernels="auto"   a GPU from 8.0 on, and triton    "triton"
+    kernels="auto"   a GPU from 7.5 on, and triton    "triton"
                      another GPU, or a kernel fails   "torch", the specification itself
                      a CPU and a compiler             "cpu", the compiled twin
                      a CPU without a compiler         "torch", which is slower
@@ -143,9 +143,9 @@ def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
     if not config.on_gpu and not interpreted:
         return ("there is no GPU (the environment variable TRITON_INTERPRET=1, set from the start, "
                 "runs them slowly in Python)"), "cpu"
-    if config.on_gpu and torch.cuda.get_device_capability(config.device) < (8, 0):
+    if config.on_gpu and torch.cuda.get_device_capability(config.device) < (7, 5):
         name = torch.cuda.get_device_name(config.device)
-        return f"{name} is older than compute capability 8.0", "torch"
+        return f"{name} is older than compute capability 7.5", "torch"
     return (first_kernel(config.device) if config.on_gpu else ""), "torch"
 
 

@@ -61,7 +61,12 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 i
 # with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
 # Few queries a row are bound by reading, as a decode is: BLOCK_M is what they need, within what
 # leaves two programs the registers of a multiprocessor (64 spills on sm_80; it is wgmma's least).
+# On Turing a product is sums in registers, of which these tiles spill none.
 LAUNCHES = {
+    ("sm_75", "decode"): dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1),
+    ("sm_75", "split"): dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1),
+    ("sm_75", "few"): dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1),
+    ("sm_75", "prefill"): dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1),
     ("sm_80", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
     ("sm_80", "split"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
     ("sm_80", "few"): dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2),

@@ -27,15 +27,17 @@ FMA = dict(enable_fp_fusion=True)  # a * b + c in one go; Triton 3.10 wants to b
 NORM_PAIRS = 1024  # pairs a program turns: one 128-bit load of each half a lane for 4 warps
 GATED_BLOCK = 1024  # columns a program multiplies: 8 a lane, one 128-bit load of each half
 # Grouped matmul. A few rows an expert are bound by memory: the smallest tile there is, deep loads.
-# Many are bound by arithmetic: 128 rows, as Hopper's wgmma starts at 64. float32 is for checks:
-# without tensor cores, sums take registers.
+# Many are bound by arithmetic: 128 rows, as Hopper's wgmma starts at 64. float32, for checks, and
+# Turing (see `line_of`) have no tensor cores here: sums take registers.
+NO_TENSOR_CORES = dict(M=16, N=32, K=32, num_warps=4, num_stages=3)
 EXPERT_LAUNCHES = {
+    ("sm_75", "few"): NO_TENSOR_CORES,
+    ("sm_75", "many"): NO_TENSOR_CORES,
     ("sm_80", "few"): dict(M=16, N=64, K=128, num_warps=4, num_stages=3),
     ("sm_80", "many"): dict(M=128, N=64, K=32, num_warps=8, num_stages=4),
     ("sm_90", "few"): dict(M=16, N=64, K=128, num_warps=4, num_stages=4),
     ("sm_90", "many"): dict(M=128, N=64, K=64, num_warps=8, num_stages=4),
 }
-FLOAT32_EXPERTS = dict(M=16, N=32, K=32, num_warps=4, num_stages=3)
 
 
 @cache
@@ -54,13 +56,15 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def line_of(major: int, minor: int) -> str:
-    """The table line for a compute capability, from 8.0 on: older cards run `ops` instead.
+    """The table line for a compute capability, from 7.5 on: older cards run `ops` instead.
 
     H100's asks for wgmma, which (9, x) alone has, and for its 227 KB of shared memory, which B200
     has as well. A100's is for all others: it stays below 99 KB, the least of them (8.6, 8.9, 12.0).
+    Turing's (T4) is for 64 KB, and for Triton's products there: sums in float32, which take no
+    tensor cores, but many registers.
     """
-    assert major >= 8, f"compute capability {major}.{minor}: 8.0 is the least that kernels run on"
-    return "sm_90" if major in (9, 10) else "sm_80"
+    assert (major, minor) >= (7, 5), f"compute capability {major}.{minor}: kernels run from 7.5 on"
+    return "sm_90" if major in (9, 10) else "sm_80" if major >= 8 else "sm_75"
 
 
 # ------------------------------------------------ norm, RoPE and the cache
@@ -315,7 +319,7 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
     starts = torch.searchsorted(sorted_ids, torch.arange(
         first_expert, first_expert + num_experts + 1, dtype=ids.dtype, device=ids.device))
     phase = "few" if len(order) < 32 * num_experts else "many"
-    launch = FLOAT32_EXPERTS if hidden.dtype == torch.float32 else (
+    launch = NO_TENSOR_CORES if hidden.dtype == torch.float32 else (
         EXPERT_LAUNCHES[table_line(hidden.device), phase])
     # 100 pairs, 16 experts, tiles of 16: at most 6 full tiles, and a partial one for each expert.
     tiles = len(order) // launch["M"] + min(num_experts, len(order))

@@ -26,6 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from nanoserve.extra import Extra
 from nanoserve.frontend.outputs import RequestStateStats
@@ -54,7 +55,8 @@ HISTOGRAMS = {
 
 @dataclass
 class Metric:
-    """What `get_metrics` lists, in vLLM's classes. `name` and `labels` as in Prometheus."""
+    """What `get_metrics` lists, in vLLM's classes. `name` and `labels` as in Prometheus; those that
+    all of an engine's numbers have are added there."""
 
     name: str
     labels: dict[str, str]
@@ -100,10 +102,10 @@ class Distribution:
         self.counts[bisect_left(self.limits, value)] += times
         self.sum += value * times
 
-    def read(self, name: str, labels: dict[str, str]) -> Histogram:
+    def read(self, name: str) -> Histogram:
         names = (*(str(float(limit)) for limit in self.limits), "+Inf")
         buckets = dict(zip(names, accumulate(self.counts), strict=True))
-        return Histogram(name, labels, buckets["+Inf"], self.sum, buckets)
+        return Histogram(name, {}, buckets["+Inf"], self.sum, buckets)
 
 
 class EngineMetrics(Extra):
@@ -128,11 +130,10 @@ class EngineMetrics(Extra):
         self.histograms = {name: Distribution(limits or lengths)
                            for name, limits in HISTOGRAMS.items()}
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
-        """A request was queued."""
-        stats.queued_ts = self.clock()
-        self.open.update(dict.fromkeys(sequences, (stats, sequences)))
+    def added(self, request: Any) -> None:
+        """A `Request` was queued."""
+        request.stats.queued_ts = self.clock()
+        self.open.update(dict.fromkeys(request.sequences, (request.stats, request.sequences)))
 
     def scheduled(self, step: Step) -> None:
         """A step was planned.
@@ -221,13 +222,12 @@ class EngineMetrics(Extra):
         for name, value in found.items():
             self.histograms[name].observe(value)
 
-    def read(self, scheduler: Scheduler, model: str) -> list[Metric]:
+    def read(self, scheduler: Scheduler) -> list[Metric]:
         """A snapshot, in the names and types of vLLM's `LLM.get_metrics()`.
 
         "vllm:kv_cache_usage_perc" is a number from 0 to 1, in spite of its name; cached blocks that
         nobody uses count as free. Samples are counted, not requests: n=2 is two.
         """
-        labels = {"model_name": model, "engine": "0"}
         blocks, name = scheduler.blocks, "vllm:{}".format
         gauges = dict(num_requests_running=len(scheduler.running),
                       num_requests_waiting=len(scheduler.waiting),
@@ -235,11 +235,11 @@ class EngineMetrics(Extra):
         counters = dict(prefix_cache_queries=self.num_queries, prefix_cache_hits=self.num_hits,
                         num_preemptions=self.num_preemptions, prompt_tokens=self.num_prompt_tokens,
                         generation_tokens=self.num_generation_tokens)
-        return [*(Gauge(name(key), labels, float(value)) for key, value in gauges.items()),
-                *(Counter(name(key), labels, value) for key, value in counters.items()),
-                *(Counter(name("request_success"), labels | {"finished_reason": reason}, count)
+        return [*(Gauge(name(key), {}, float(value)) for key, value in gauges.items()),
+                *(Counter(name(key), {}, value) for key, value in counters.items()),
+                *(Counter(name("request_success"), {"finished_reason": reason}, count)
                   for reason, count in self.num_finished.items()),
-                *(one.read(name(key), labels) for key, one in self.histograms.items())]
+                *(one.read(name(key)) for key, one in self.histograms.items())]
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:

@@ -43,8 +43,8 @@ from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.metrics import Counter, Metric
-from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.progress import say
+from nanoserve.frontend.request import Request
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
@@ -123,7 +123,6 @@ class BlockStore(Extra):
     def attach(self, engine: LLMEngine) -> None:
         config, host = engine.config, engine.runner.copier
         self.runner = engine.runner  # for steps that only save
-        self.labels = {"model_name": str(config.model)}
         folder, base, num_bytes = None, b"", host.memory.shape[1]
         if self.options.kv_store is not None:
             if (most := self.options.kv_store_bytes) < num_bytes + CHECKSUM:
@@ -374,12 +373,11 @@ class BlockStore(Extra):
 
     # ------------------------------------------------- requests, and what is told
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
+    def added(self, request: Request) -> None:
         """Begin to read what a queued request will look for, as long as half of host memory stays
         free. Its other sequences have the same prompt."""
         if self.prefetcher is not None:
-            self._prefetch(sequences[0], len(self.host_blocks.held) // 2)
+            self._prefetch(request.sequences[0], len(self.host_blocks.held) // 2)
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
@@ -397,7 +395,7 @@ class BlockStore(Extra):
                   "kv_store_saved_blocks": self.num_saved,
                   "kv_store_loaded_blocks": self.num_loaded,
                   "kv_store_lost_blocks": self.num_lost}
-        return [Counter(f"vllm:{name}", self.labels, value) for name, value in counts.items()]
+        return [Counter(f"vllm:{name}", {}, value) for name, value in counts.items()]
 
     # ------------------------------------------------------------- the audit
 

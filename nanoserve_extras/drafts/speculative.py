@@ -75,7 +75,6 @@ class Speculation(Extra):
     def attach(self, engine: LLMEngine) -> None:
         asked = self.asked
         self.guesser = self.kind(asked, engine)
-        self.labels = {"model_name": engine.config.model, "engine": "0"}
         self.num_drafts = self.num_draft_tokens = 0
         self.num_accepted = [0] * asked["num_speculative_tokens"]  # by their place in the draft
         self.guessed: set[Sequence] = set()  # they have the guesser's drafts in this step
@@ -119,8 +118,8 @@ class Speculation(Extra):
         counters = dict(num_drafts=self.num_drafts, num_draft_tokens=self.num_draft_tokens,
                         num_accepted_tokens=sum(self.num_accepted))
         name = "vllm:spec_decode_{}".format
-        return [*(Counter(name(key), self.labels, value) for key, value in counters.items()),
-                Vector(name("num_accepted_tokens_per_pos"), self.labels, self.num_accepted[:])]
+        return [*(Counter(name(key), {}, value) for key, value in counters.items()),
+                Vector(name("num_accepted_tokens_per_pos"), {}, self.num_accepted[:])]
 
 
 def _choose(asked: dict) -> type[Guesser]:

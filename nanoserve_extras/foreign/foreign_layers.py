@@ -33,7 +33,7 @@ from nanoserve.device.memory import return_freed_memory
 from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear, Placement
 from nanoserve.parallel.ranks import Span
-from nanoserve_extras.foreign.foreign_weights import towers_of
+from nanoserve_extras.foreign.foreign_weights import EXPERTS, towers_of
 from nanoserve_extras.foreign.latent import keep_latents
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
@@ -269,7 +269,7 @@ def joined_of(model_type: str, name: str) -> list[str]:
     for one in get_checkpoint_conversion_mapping(model_type) or ():
         if isinstance(one, WeightConverter) and one.target_patterns[0].endswith(f".{name}"):
             return [source.rpartition("*.")[2] for source in one.source_patterns]
-    return [name]
+    return EXPERTS.get(name, [name])
 
 
 def say_what_stays(network: nn.Module, on: Placement) -> None:

@@ -29,7 +29,13 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+)
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantizer
@@ -53,7 +59,7 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
          folder: Path, dtype: torch.dtype, tensors: Tensors | None = None, passed_over: str = "$^",
          left_out: list[int] | None = None, assemble: Callable[[Tensors], Tensors] | None = None,
          kept: dict[str, Quantised] | None = None, has_towers: bool = False,
-         done: Callable[[nn.Module, str], None] | None = None) -> nn.Module:
+         done: Callable[[nn.Module, str], None] | None = None, stage: object = None) -> nn.Module:
     """The network with its weights; made up with load_format="dummy", if no `tensors` are given.
 
     transformers makes up what is missing, with a warning. Here that is an error, and so are
@@ -62,23 +68,26 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
     the sizes of its towers' tensors; None to fill towers, if it has_towers. assemble: makes weights
     of a quantised checkpoint's tensors, or functions that do; those that stay in 4 bits are also
     put into `kept`. done: called with the network and the path of each block whose tensors are in
-    their places.
+    their places. stage: a `ForeignStage`, which takes out of a network what is on other ranks.
     """
     stored: dict[str, torch.Tensor | Later] = {}
+    with in_words("config.json: transformers can't make this network"):
+        absent = stand_ins(model_class, hf_config, dtype, left_out is not None, stage)
     if tensors is None and asked.load_format == "dummy":
-        return made_up(asked.seed, model_class, hf_config, dtype, left_out is not None)
+        return made_up(asked.seed, model_class, hf_config, dtype, absent, left_out is not None)
     if tensors is None:
         check_names(folder, model_class.__name__, has_towers or left_out is not None)
         tensors = stored_tensors(folder, asked.load_format, show_progress=True)
     tensors = tensors if left_out is None else text_alone(tensors, left_out)
+    tensors = tensors if stage is None else stage.pass_over(tensors)
     for file, name, tensor in assemble(tensors) if assemble else tensors:
         if name in stored:
             raise ValueError(f"{file}: the tensor {name} comes twice")
         stored[name] = tensor if isinstance(tensor, torch.Tensor) else Later(
             tensor, translated(name), kept)
     with in_words(f"{folder}: the weights do not match config.json"):  # in their number, say
-        network, found = make_network(model_class, hf_config, stored, dtype, left_out is not None,
-                                      done)
+        network, found = make_network(model_class, hf_config, stored | absent, dtype,
+                                      left_out is not None, done)
     found["mismatched_keys"] = [f"{name} {[*has]}, not {[*wanted]}"
                                 for name, has, wanted in found["mismatched_keys"]]
     for what, names in found.items():
@@ -112,6 +121,9 @@ class Later:
         return whole
 
 
+# How quantised checkpoints call what is joined to an expert's rows of a layer's one parameter.
+EXPERTS = {"gate_up_proj": ["gate_proj.weight", "up_proj.weight"],
+           "down_proj": ["down_proj.weight"]}
 BLOCK = re.compile(r".+?\.\d+(?=\.)")  # model.layers.3 in model.layers.3.mlp.experts.0.up_proj
 
 
@@ -137,6 +149,16 @@ class Pieces(HfQuantizer, ConversionOps):
         one = model.get_parameter_or_buffer(name)
         return name not in self.come and one.dim() > 1 and one.dtype == model.dtype
 
+    def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
+        """They hold each expert by itself, also of classes that know a layer's experts in one
+        tensor alone (Gemma 4, where Model Optimizer says moe.experts)."""
+        if any("experts.*." in str(one.source_patterns) for one in weight_conversions):
+            return weight_conversions
+        return [*weight_conversions, WeightRenaming(r"\.moe\.experts\.(?=\d)", ".experts."), *(
+            WeightConverter([f"experts.*.{part}" for part in parts], f"experts.{name}",
+                            [MergeModulelist(dim=0), Concatenate(dim=1)][:len(parts)])
+            for name, parts in EXPERTS.items())]
+
     def get_quantize_ops(self) -> ConversionOps:
         return self
 
@@ -156,7 +178,8 @@ def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: P
     """Weights must be plain floats, and tied ones be stored once or twice alike: transformers takes
     two that differ, and config.json says that they don't."""
     for name, tensor in stored.items():  # in any dialect of names; some buffers are integers
-        if name.endswith(("weight", "bias")) and tensor.dtype not in CHECKPOINT_DTYPES:
+        if tensor.dtype not in CHECKPOINT_DTYPES and (
+                name.endswith(("weight", "bias")) or tensor.dim() > 2):  # of all experts
             raise ValueError(f"{folder}: {name} is {tensor.dtype}: quantised weights are not "
                              "supported")
     for name, other in network.get_expanded_tied_weights_keys(all_submodels=True).items():
@@ -166,7 +189,7 @@ def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: P
 
 
 def made_up(seed: int, model_class: type, hf_config: transformers.PreTrainedConfig,
-            dtype: torch.dtype, has_towers: bool) -> nn.Module:
+            dtype: torch.dtype, absent: dict[str, torch.Tensor], has_towers: bool) -> nn.Module:
     """transformers' own random weights. Raises `ValueError` with what its class says of a config, a
     padding id beyond the vocabulary for one."""
     with torch.random.fork_rng(devices=[]):
@@ -175,7 +198,7 @@ def made_up(seed: int, model_class: type, hf_config: transformers.PreTrainedConf
         transformers.logging.set_verbosity_error()  # it lists each tensor that is made up
         try:
             with in_words("config.json: transformers can't make this network"):
-                return make_network(model_class, hf_config, {}, dtype, has_towers)[0]
+                return make_network(model_class, hf_config, absent, dtype, has_towers)[0]
         finally:
             transformers.logging.set_verbosity(said)
 
@@ -225,16 +248,14 @@ def towers_of(network: nn.Module) -> set[nn.Module]:
 def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
                  stored: dict[str, torch.Tensor], dtype: torch.dtype,
                  has_towers: bool, done: Callable | None = None) -> tuple[nn.Module, dict]:
-    """transformers' network with the stored weights, and what it says was missing or left over. In
-    a wrapping, towers get stand-ins: else transformers would draw random weights for them. done:
-    see `fill`."""
-    towers = stand_ins(model_class, hf_config, dtype) if has_towers else {}
+    """transformers' network with the stored weights, and what it says was missing or left over,
+    without towers if it has some. done: see `fill`."""
     options = {}
     if done is not None:
         options["quantization_config"] = QuantizationConfigMixin("nanoserve")
         options["quantization_config"].done = done
     network, found = model_class.from_pretrained(
-        None, config=hf_config, state_dict=stored | towers, dtype=dtype, output_loading_info=True,
+        None, config=hf_config, state_dict=stored, dtype=dtype, output_loading_info=True,
         ignore_mismatched_sizes=True, **options)
     if done is not None:
         network.hf_quantizer.remove_quantization_config(network)
@@ -243,13 +264,19 @@ def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
     return network, found
 
 
-def stand_ins(model_class: type, hf_config: transformers.PreTrainedConfig,
-              dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All that lies in towers, by transformers' names: each tensor is one number, seen often."""
+def stand_ins(model_class: type, hf_config: transformers.PreTrainedConfig, dtype: torch.dtype,
+              has_towers: bool, stage: object) -> dict[str, torch.Tensor]:
+    """All that lies in towers, or on other ranks, by transformers' names: each tensor is one
+    number, seen often. Without them transformers would draw random weights."""
+    if not has_towers and stage is None:
+        return {}
     with torch.device("meta"):
         network = model_class(hf_config)
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
-    drop_towers(network)
+    if has_towers:
+        drop_towers(network)
+    if stage is not None:
+        stage.take(network)
     return {name: torch.zeros((), dtype=dtype).expand(shapes[name])
             for name in shapes.keys() - network.state_dict().keys()}
 

@@ -17,7 +17,7 @@ attention is called once in each layer; that its mask is causal, or a sliding wi
 from the mask and not from config.json; and that tokens depend on each other through attention only,
 by their positions. (In recurrent.py, which builds on this file, each row has a state of its own.)
 
-Known limits: one rank; blocks behind a window are kept. Larger engines have files
+Known limits: no tensor parallelism; blocks behind a window are kept. Larger engines have files
 of models of their own; here `model.py` is to be read.
 """
 
@@ -203,7 +203,7 @@ class TransformersModel(nn.Module):
     most_rows = 2 ** 31
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
-                 left_out: int = 0, kept: dict[str, Quantised] | None = None):
+                 left_out: int = 0, kept: dict[str, Quantised] | None = None, stage: object = None):
         super().__init__()
         take_over(network, on, kept or {}, config.sees)
         say_what_stays(network, on)
@@ -212,10 +212,13 @@ class TransformersModel(nn.Module):
             if isinstance(one, transformers.PreTrainedModel):
                 one.warn_if_padding_and_no_attention_mask = lambda *unused: None
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
+        self.stage = stage  # of several: a `ForeignStage`
         # A few classes make the logits of all tokens: MiniCPM-V's.
         self.is_headless = False
         self.chooses = "logits_to_keep" in signature(network.forward).parameters
-        probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
+        self.here = range(config.num_hidden_layers) if stage is None else stage.here
+        probed = self.probe(config.hidden_size if self.looks_ahead or self.here[0] else
+                            config.vocab_size)
         self.attending = list(probed)  # layers; all of them, but for hybrids
         self.windows = [window for *_, window in probed.values()]
         self.kv_shapes = [(k.shape[1], k.shape[3]) for _, k, _, _ in probed.values()]
@@ -258,6 +261,8 @@ class TransformersModel(nn.Module):
                         nanoserve=pages)
         if self.is_headless:
             return self.layers.base_model(**options).last_hidden_state[0, wanted].contiguous()
+        if self.stage is not None:
+            return self.stage.run(wanted, options)
         if self.chooses:
             options["logits_to_keep"] = wanted
         out = self.layers(**options)
@@ -266,13 +271,18 @@ class TransformersModel(nn.Module):
     def probe(self, width: int) -> dict[int, tuple]:
         """Each attending layer's q, k, v and window. width: of what comes out for a token. Raises
         `ValueError` for a network that can't be run in one row with others, saying why."""
+        probed, reason, wrong = {}, "", None
         try:
             self.set_attention(PROBED)
-            return self._probe(width)
+            probed = self._probe(width)
         except Exception as error:  # a model may stumble over anything that is not as usual
-            reason = str(error) if isinstance(error, ValueError) else (
-                f"a trial run ended with {type(error).__name__}: {error}")
-            raise refusal(self.config.architecture, reason) from error
+            reason, wrong = str(error) if isinstance(error, ValueError) else (
+                f"a trial run ended with {type(error).__name__}: {error}"), error
+        if self.stage is not None:
+            self.stage.agree(self.config.architecture, reason)
+        elif reason:
+            raise refusal(self.config.architecture, reason) from wrong
+        return probed
 
     @torch.inference_mode()
     def _probe(self, width: int) -> dict[int, tuple]:
@@ -285,6 +295,11 @@ class TransformersModel(nn.Module):
         ids = torch.arange(len(positions), device=self.on.device) % self.config.vocab_size
         order = positions.argsort(descending=True)
         first, layers = self.watch(ids, positions, width)
+        if self.stage is not None:
+            self.stage.shift = 1
+            if not self.are_close(first, self.watch(ids, positions, width)[0]):
+                raise ValueError("its layers read more than the stream of those before them")
+            self.stage.shift = 0
         second, _ = self.watch(ids[order], positions[order], width)
         if not self.are_close([one.index_select(-2, order) for one in first], second):
             raise ValueError("its tokens know of each other's order without attention (a "
@@ -307,8 +322,8 @@ class TransformersModel(nn.Module):
         everyone = torch.arange(len(ids), device=ids.device)
         out = self.run(ids, positions, everyone, probe,
                        attention_mask=torch.ones(1, len(ids), device=ids.device))
-        num_layers = self.config.num_hidden_layers
-        silent = [str(i) for i in range(num_layers) if i not in probe.layers]
+        num_layers = len(self.here)
+        silent = [str(i) for i in self.here if i not in probe.layers]
         if silent and (not self.config.keeps_states or len(silent) == num_layers):
             raise ValueError(f"attention is not called in layer {', '.join(silent[:5])}"
                              f"{' ...' if len(silent) > 5 else ''} of {num_layers}")
@@ -432,19 +447,21 @@ def trained_lengths(hf_config: transformers.PreTrainedConfig) -> list[int]:
 # -------------------------------------------------------------------- weights
 
 
+@torch.inference_mode(False)  # other ranks load within a step; a parameter's data is replaced here
 def load(asked: EngineConfig, folder: Path, model_class: type,
          hf_config: transformers.PreTrainedConfig, config: ModelConfig, on: Placement,
          make: Callable[..., TransformersModel] = TransformersModel,
-         tensors: Tensors | None = None, trial: bool = False,
-         passed_over: str = "$^") -> TransformersModel | None:
+         tensors: Tensors | None = None, trial: bool = False, passed_over: str = "$^",
+         make_stage: Callable | None = None) -> TransformersModel | None:
     """The network with its weights on a device. make: what it becomes. trial: only see whether
-    `tensors` fill it. The others: see `fill`."""
+    `tensors` fill it. make_stage: makes a `ForeignStage`. The others: see `fill`."""
     left_out: list[int] = []
+    stage = make_stage and make_stage(config, on)
     kept: dict[str, Quantised] = {}
 
     def done(network: nn.Module, path: str) -> None:
         block, has_towers = network.get_submodule(path), config.has_towers or config.sees
-        if not has_towers or block not in towers_of(network):
+        if not (has_towers and block in towers_of(network) or stage and not stage.has(path)):
             for one in block.parameters():
                 one.data = one.data.to(on.device, on.dtype)
             take_over(network, on, kept, config.sees, path)
@@ -452,8 +469,10 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
     network = fill(asked, model_class, hf_config, folder, on.dtype, tensors, passed_over,
                    left_out if config.has_towers else None, config.quantization and partial(
                        on.assemble, entry=config.quantization, later=True), kept, config.sees,
-                   None if trial else done)
+                   None if trial else done, stage)
     if trial:
         return None
+    if stage is not None:
+        stage.take(network)
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
-    return make(network, config, on, left_out=sum(left_out), kept=kept)
+    return make(network, config, on, left_out=sum(left_out), kept=kept, stage=stage)

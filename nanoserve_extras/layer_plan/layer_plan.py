@@ -26,9 +26,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -133,26 +135,57 @@ class Builder:
     def __call__(self, *args) -> "Stage":
         return Stage(self, *args)
 
+    def foreign(self, config: ModelConfig, on: Placement):
+        """For transformers' network. Imported here, since it imports transformers."""
+        from nanoserve_extras.layer_plan.foreign_stage import ForeignStage
+        return ForeignStage(Line(self, config, on), config.num_hidden_layers)
+
+
+class Line:
+    """The line of stages, as one rank sees it: whom it receives from, and whom it sends to."""
+
+    def __init__(self, made_by: Builder, config: ModelConfig, on: Placement):
+        world = self.world = on.ranks
+        self.width = width = world.size // len(made_by.plan)  # ranks of a stage
+        self.stage, self.place = world.rank // width, made_by.plan[world.rank // width]
+        self.is_alone, self.coming = len(made_by.plan) == 1, made_by.coming
+        self.traced = made_by.traced and width == 1
+        self.before, self.behind = ((world.rank + step) % world.size for step in (-width, width))
+        self.row = torch.empty(0, config.hidden_size, dtype=on.dtype)
+        self.span: list[float] = []  # from when to when this rank computed its last step
+
+    def receive(self, num_rows: int, number: int | None = None) -> torch.Tensor:
+        """number: the step's, if it is not the present one (`Ranks.receive`)."""
+        stream = self.row.new_empty(num_rows, self.row.shape[1])
+        number = self.world.number if number is None else number
+        return self.world.receive(stream, self.before, number) if num_rows else stream
+
+    def begin(self) -> None:
+        self.span = [time.time()]
+
+    def send(self, stream: torch.Tensor) -> None:
+        self.span.append(time.time())
+        if len(stream):
+            self.world.send(stream, self.behind)
+        if self.stage and self.traced:
+            self.world.send(torch.tensor(self.span, dtype=torch.float64), 0)
+
 
 class Stage(Decoder):
     """The layers of one rank; with the embedding, the last norm and the head on rank 0."""
 
     def __init__(self, made_by: Builder, config: ModelConfig, on: Placement,
                  expert_parallel: bool = False):
-        world, plan = on.ranks, made_by.plan
-        width = world.size // len(plan)  # ranks of a stage
-        stage = world.rank // width
-        if len(plan) > 1:
+        line = Line(made_by, config, on)
+        stage, width, plan = line.stage, line.width, made_by.plan
+        if not line.is_alone:
             members = range(stage * width, (stage + 1) * width)
-            on = replace(on, ranks=world.part(f"stage {stage}", members))
+            on = replace(on, ranks=on.ranks.part(f"stage {stage}", members))
         super().__init__(config, on, expert_parallel, plan[stage].layers)
-        self.world, self.stage, self.width, self.coming = world, stage, width, made_by.coming
-        self.traced = made_by.traced and width == 1
-        self.before, self.behind = ((world.rank + step) % world.size for step in (-width, width))
+        self.line = line
         if stage:
             self.embed_tokens = self.norm = self.lm_head = None
             self.elsewhere += AT_RANK_0
-        self.dtype, self.is_alone = on.dtype, len(plan) == 1
         self.disk = Disk() if plan[stage].on_disk else None
         for i in plan[stage].on_disk:
             self.disk.take(self.layers[i])
@@ -161,29 +194,20 @@ class Stage(Decoder):
                 batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
         """`Decoder.forward`, from the embedding to the last norm, on rank 0. The other ranks return
         a stand-in, and so does rank 0 if the last stage's result is awaited later."""
-        if self.is_alone:
+        line = self.line
+        if line.is_alone:
             return super().forward(input_ids, positions, kv_cache, batch, wanted)
-        stream = self.receive(len(input_ids)) if self.stage else self.embed(input_ids)
-        self.span = [time.time()]
+        stream = line.receive(len(input_ids)) if line.stage else self.embed(input_ids)
+        line.begin()
         hidden, residual = self.through(stream, positions, kv_cache, batch, wanted)
         stream = hidden + residual
-        self.span.append(time.time())
-        if len(stream):
-            self.world.send(stream, self.behind)
-        if self.stage and self.traced:
-            self.world.send(torch.tensor(self.span, dtype=torch.float64), 0)
-        if self.stage or self.width == 1:
+        line.send(stream)
+        if line.stage or line.width == 1:
             return stream[:len(wanted)]
-        return self.norm(self.receive(len(wanted)))
-
-    def receive(self, num_rows: int, number: int | None = None) -> torch.Tensor:
-        """number: the step's, if it is not the present one (`Ranks.receive`)."""
-        stream = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype)
-        number = self.world.number if number is None else number
-        return self.world.receive(stream, self.before, number) if num_rows else stream
+        return self.norm(line.receive(len(wanted)))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        return None if self.stage else super().compute_logits(hidden)
+        return None if self.line.stage else super().compute_logits(hidden)
 
 
 class Later:
@@ -191,11 +215,13 @@ class Later:
     the tokens. hidden: stands in for them. finish: makes the output of them. spans: which stage
     computed from when to when, in seconds since 1970; between hosts as exact as their clocks."""
 
-    def __init__(self, stage: Stage, hidden: torch.Tensor, finish: Callable):
+    def __init__(self, stage: nn.Module, hidden: torch.Tensor, finish: Callable):
+        stage = getattr(stage, "stage", stage)  # transformers' network has one
         self.stage, self.num_rows, self.finish = stage, len(hidden), finish
-        self.number, self.spans = stage.world.number, [(0, *stage.span)]
-        if not stage.stage:
-            stage.coming.append(self)
+        self.line = line = stage.line
+        self.number, self.spans = line.world.number, [(0, *line.span)]
+        if not line.stage:
+            line.coming.append(self)
 
     def to_host(self) -> "Later":
         return self
@@ -204,12 +230,11 @@ class Later:
     def tolist(self) -> tuple[list, dict, list]:
         """What steps that were lost have sent comes first. Ctrl-C waits: half a tensor is of no
         use."""
-        stage = self.stage
-        with ctrl_c_held(), stage.world.together():
-            while (one := stage.coming.popleft()) is not self:
+        with ctrl_c_held(), self.line.world.together():
+            while (one := self.line.coming.popleft()) is not self:
                 one.receive()
             hidden, began = self.receive(), time.time()
-            output = self.finish(stage.norm(hidden))
+            output = self.finish(self.stage.norm(hidden))
             self.failed = output.failed
             tokens = output.tolist()
             self.spans.append((0, began, time.time()))
@@ -217,8 +242,8 @@ class Later:
 
     def receive(self) -> torch.Tensor:
         """What the last stage has sent, and when each of the others computed."""
-        hidden, world = self.stage.receive(self.num_rows, self.number), self.stage.world
-        for rank in range(1, world.size) if self.stage.traced else ():
+        hidden, world = self.line.receive(self.num_rows, self.number), self.line.world
+        for rank in range(1, world.size) if self.line.traced else ():
             span = world.receive(torch.empty(2, dtype=torch.float64), rank, self.number)
             self.spans.append((rank, *span.tolist()))
         return hidden
@@ -241,7 +266,8 @@ class LayerPlan(Extra):
 
     @property
     def needs(self) -> frozenset[Fact]:
-        return frozenset([Fact.OWN_NETWORK, Fact.ON_CPU, *[Fact.GENERATES] * self.is_staged])
+        return frozenset([Fact.ON_CPU, *([Fact.GENERATES, Fact.KV_ALONE] if self.is_staged
+                                         else [Fact.OWN_NETWORK])])
 
     @property
     def ends(self) -> frozenset[Fact]:
@@ -257,17 +283,21 @@ class LayerPlan(Extra):
         if len(self.plan) > 1 and config.async_scheduling and config.tensor_parallel_size > 1:
             raise ValueError("async_scheduling=True does not go together with stages of several "
                              "ranks: leave it out, or tensor_parallel_size")
+        if plan.parts.make_network is not None and plan.parts.make_adapters is not None:
+            raise ValueError("enable_lora does not go together with stages of transformers' "
+                             "network: leave one of the two out")
         if self.options.max_wait and not any(place.on_disk for place in self.plan):
             raise ValueError(f"max_wait={self.options.max_wait} is for layers on disk: leave it "
                              "out, or put some there with layer_plan={'disk': n}")
+        builder, make = Builder(self.plan, plan.parts.traced), plan.parts.make_network
         return replace(plan, parts=replace(
-            plan.parts, decoder=Builder(self.plan, plan.parts.traced),
+            plan.parts, decoder=builder,
+            make_network=make and partial(make, make_stage=builder.foreign),
             finish_later=Later if len(self.plan) > 1 and config.tensor_parallel_size == 1 else None,
             calls=plan.parts.calls | {DEPLOY: rebuild}))
 
     def attach(self, engine: LLMEngine) -> None:
         self.engine = weakref.proxy(engine)  # weak: the engine holds this object
-        self.labels = {"model_name": engine.config.model}
         self.follow(self.plan)
 
     def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
@@ -330,8 +360,8 @@ class LayerPlan(Extra):
         """Of rank 0."""
         disk = self.engine.runner.model and self.engine.runner.model.disk
         return [] if disk is None else [
-            Counter("nanoserve:layer_bytes_read", self.labels, disk.num_bytes),
-            Gauge("nanoserve:layer_seconds_waited", self.labels, disk.seconds_waited)]
+            Counter("nanoserve:layer_bytes_read", {}, disk.num_bytes),
+            Gauge("nanoserve:layer_seconds_waited", {}, disk.seconds_waited)]
 
 
 def share_out_rows(scheduler: Scheduler, step: Step, num_new: int) -> int:

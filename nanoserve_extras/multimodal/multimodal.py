@@ -43,7 +43,6 @@ from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Counter, Gauge, Metric
-from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.progress import say
 from nanoserve.frontend.prompts import Prompt, salt_of, template_of
 from nanoserve.frontend.request import Request
@@ -402,7 +401,8 @@ class Multimodal(Extra):
     """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
 
     Options = MultimodalOptions
-    needs, ends = frozenset([Fact.GENERATES]), frozenset([Fact.GRAPHS])
+    needs = frozenset([Fact.GENERATES, Fact.ONE_STAGE])
+    ends = frozenset([Fact.GRAPHS])
 
     @property
     def name(self) -> str:
@@ -426,10 +426,9 @@ class Multimodal(Extra):
         return model
 
     def attach(self, engine: LLMEngine) -> None:
-        self.requests, self.block_size = engine.requests, engine.config.block_size
+        self.block_size = engine.config.block_size
         self.waiting: weakref.WeakKeyDictionary[Request, Shown] = weakref.WeakKeyDictionary()
         self.shown: dict[Sequence, Shown] = {}
-        self.labels = {"model_name": str(engine.config.model)}
         self.most_tokens = engine.config.max_num_batched_tokens
         self.most_rows = engine.config.max_num_seqs
         self.cuts = engine.config.enable_chunked_prefill
@@ -459,11 +458,9 @@ class Multimodal(Extra):
 
     # ------------------------------------------------------ the life of a request
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
-        shown = self.waiting.pop(self.requests[sequences[0].request.request_id], None)
-        if shown is not None:
-            self.shown.update(dict.fromkeys(sequences, shown))
+    def added(self, request: Request) -> None:
+        if (shown := self.waiting.pop(request, None)) is not None:
+            self.shown.update(dict.fromkeys(request.sequences, shown))
 
     def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:
         """Let a chunk end before the image that would be one too many for this step's tower, and
@@ -502,9 +499,9 @@ class Multimodal(Extra):
     def metrics(self) -> list[Metric]:
         """Of the encoder cache, in images: asked for, and found."""
         encoder = self.encoder
-        return [Counter("vllm:mm_cache_queries", self.labels, encoder.num_asked),
-                Counter("vllm:mm_cache_hits", self.labels, encoder.num_asked - encoder.num_runs),
-                Gauge("vllm:mm_cache_usage_perc", self.labels, encoder.num_tokens / encoder.budget)]
+        return [Counter("vllm:mm_cache_queries", {}, encoder.num_asked),
+                Counter("vllm:mm_cache_hits", {}, encoder.num_asked - encoder.num_runs),
+                Gauge("vllm:mm_cache_usage_perc", {}, encoder.num_tokens / encoder.budget)]
 
     def reset(self) -> None:
         self.encoder.forget()

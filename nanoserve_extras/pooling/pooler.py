@@ -164,6 +164,17 @@ class Pooler:
             raise ValueError(f"prompt_name={name!r} needs texts, got {prompt!r:.80}")
         return self.prompts[name] + text
 
+    def reads_pairs(self, first: list, second: list) -> bool:
+        """Whether a score is made of both texts as one prompt; else it is the cosine of two
+        embeddings. Raises `ValueError` where there are no pairs, or no scores."""
+        if len(first) not in (1, len(second)):
+            raise ValueError(f"text_1 and text_2 have {len(first)} and {len(second)} texts: give "
+                             "one text and many, or as many of one kind as of the other")
+        if "embed" not in self.tasks and ("classify" not in self.tasks or self.num_labels != 1):
+            raise ValueError("this model has no scores, which need embeddings or a classifier with "
+                             f"one class: its tasks are {', '.join(self.tasks)}")
+        return "embed" not in self.tasks
+
     def check_dimensions(self, dimensions: int | None, hidden_size: int) -> None:
         """A prefix of an embedding means something only where the model was trained for it."""
         if dimensions is None:

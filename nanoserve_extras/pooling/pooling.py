@@ -22,7 +22,6 @@ Names are vLLM's (`PoolingParams`, `pooling_task`).
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -38,7 +37,6 @@ from nanoserve.frontend import rules
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.progress import prompts_bar
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each, salt_of
 from nanoserve.frontend.request import Request, salted
 from nanoserve.frontend.rules import in_words, option
@@ -239,13 +237,7 @@ class Pooling(Extra):
         prompts = as_list(prompts)
         params = _with_task(pooling_params, len(prompts), pooling_task)
         requests = self.engine.make_requests(prompts, params, priority, lora_request)
-        results = {}
-        with closing(self.engine.drive(requests)) as outputs, prompts_bar(
-                len(requests), use_tqdm) as bar:
-            for output in outputs:
-                results[output.request_id] = output
-                bar.update()
-        return [results[request.request_id] for request in requests]
+        return self.engine.results_of(requests, use_tqdm)
 
     def embed(self, prompts: Prompt | list[Prompt], *, pooling_params=None,
               prompt_name: str | None = None, **options) -> list[PoolingRequestOutput]:
@@ -273,14 +265,8 @@ class Pooling(Extra):
         with a "query" and a "document".
         """
         first, second = as_list(data_1), as_list(data_2)
-        if len(first) not in (1, len(second)):
-            raise ValueError(f"score() got {len(first)} and {len(second)} texts: give one text and "
-                             "many, or as many of one kind as of the other")
-        if "embed" in self.pooler.tasks:
+        if not self.pooler.reads_pairs(first, second):
             return self._cosines(first, second, pooling_params, options)
-        if "classify" not in self.pooler.tasks or self.pooler.num_labels != 1:
-            raise ValueError("score() needs embeddings, or a classifier with one class: use "
-                             f"encode() with one of {', '.join(self.pooler.tasks)}")
         if len(first) == 1:
             first *= len(second)
         params = _with_task(pooling_params, len(second), "classify")

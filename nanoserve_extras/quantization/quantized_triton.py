@@ -32,9 +32,11 @@ from nanoserve_extras.quantization.quantized_linear import TorchWeight
 # By `table_line` and the most rows of a tile; from the compiled code alone (benchmarks/kernels.py,
 # docs/LOG.md). Up to 16 rows wait for memory: long pieces of few outputs, loads of 128 bits. With
 # more rows there is more to compute: Hopper's wgmma starts at 64. A100's lines stay below the 99 KB
-# of smaller cards. float32 is for checks: without tensor cores, sums take registers. Sizes that 32
-# (inputs) or 16 (outputs) does not divide have narrow loads and may spill.
+# of smaller cards. float32 is for checks: without tensor cores, sums take registers. So they do on
+# Turing, which restores the matrix from 17 rows on. Sizes that 32 (inputs) or 16 (outputs) does not
+# divide have narrow loads and may spill.
 LAUNCHES = {
+    ("sm_75", 16): dict(M=16, N=32, K=64, num_warps=4, num_stages=1),
     ("sm_80", 16): dict(M=16, N=32, K=256, num_warps=4, num_stages=4),
     ("sm_80", 64): dict(M=64, N=64, K=64, num_warps=4, num_stages=4),
     ("sm_90", 16): dict(M=16, N=32, K=256, num_warps=4, num_stages=4),
@@ -50,9 +52,9 @@ class TritonWeight(TorchWeight):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x (rows, inputs) -> (rows, outputs)"""
-        if len(x) > FEW:
-            return F.linear(x, self.restored(x.dtype), bias)
         (rows, inputs), outputs, launch = x.shape, len(self.memory), launch_for(x)
+        if launch is None:
+            return F.linear(x, self.restored(x.dtype), bias)
         out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
         # Programs that are neighbours have other rows and the same weights, which are read once.
         grid = triton.cdiv(rows, launch["M"]), triton.cdiv(outputs, launch["N"])
@@ -72,11 +74,14 @@ class TritonWeight(TorchWeight):
         return out
 
 
-def launch_for(x: torch.Tensor) -> dict:
-    """The lowest tile that takes all of a few rows. In a graph the rows are its bucket."""
+def launch_for(x: torch.Tensor) -> dict | None:
+    """The lowest tile that takes all of a few rows, None for more. In a graph the rows are its
+    bucket."""
+    if len(x) > FEW:
+        return None
     if x.dtype == torch.float32:
         return FLOAT32
-    return LAUNCHES[kernels_fused.table_line(x.device), 16 if len(x) <= 16 else FEW]
+    return LAUNCHES.get((kernels_fused.table_line(x.device), 16 if len(x) <= 16 else FEW))
 
 
 @triton.jit

@@ -41,7 +41,6 @@ from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import Metric
 from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear
 from nanoserve.model import KVCache
@@ -436,7 +435,6 @@ class Recurrent(Extra):
     def attach(self, engine: LLMEngine) -> None:
         self.runner = weakref.proxy(engine.runner)  # weak: the runner's parts hold this object
         model = engine.runner.model
-        self.labels = {"model_name": str(engine.config.model)}
         self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots,
                                    engine.runner.parts.num_drafts)
         self.after: list[tuple[int, int]] = []  # what is copied behind the last step
@@ -458,9 +456,6 @@ class Recurrent(Extra):
         rows = {seq: (*places, 0)[:3] for seq, places in copies.places.items()}  # 0: no drafts
         step.sections |= {name: {seq: row[i] for seq, row in rows.items()}
                           for i, name in enumerate(SECTIONS)}
-
-    def metrics(self) -> list[Metric]:
-        return self.snapshots.read_metrics(self.labels)
 
 
 def size_of(num_bytes: int) -> str:

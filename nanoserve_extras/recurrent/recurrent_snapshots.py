@@ -67,7 +67,7 @@ class Snapshots(Extra):
         self.in_flight: dict[Step, dict[Sequence, Snapshot]] = {}  # the snapshots to be written
         # Whose last tokens were drafted: the first one's position, where each has left its state.
         self.drafted: dict[Sequence, tuple[int, list[int]]] = {}
-        self.num_tokens = self.num_saved = self.num_evicted = 0  # see `read_metrics`
+        self.num_tokens = self.num_saved = self.num_evicted = 0  # see `metrics`
 
     # ------------------------------------------------- what the scheduler asks
 
@@ -197,13 +197,13 @@ class Snapshots(Extra):
 
     # ------------------------------------------------------------ for a reader
 
-    def read_metrics(self, labels: dict[str, str]) -> list[Metric]:
+    def metrics(self) -> list[Metric]:
         """num_tokens: that came from snapshots, also where a preempted sequence began anew."""
         name = "vllm:state_snapshot_{}".format
-        return [Counter(name("tokens"), labels, self.num_tokens),
-                Counter(name("saved"), labels, self.num_saved),
-                Counter(name("evicted"), labels, self.num_evicted),
-                Gauge(name("usage_perc"), labels,
+        return [Counter(name("tokens"), {}, self.num_tokens),
+                Counter(name("saved"), {}, self.num_saved),
+                Counter(name("evicted"), {}, self.num_evicted),
+                Gauge(name("usage_perc"), {},
                       1 - len(self.free) / max(self.num_snapshots, 1))]
 
     def audit(self) -> None:

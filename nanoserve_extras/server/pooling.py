@@ -198,17 +198,11 @@ class Job:
     async def scores(self, first: list[str], second: list[str], body: PoolingBody,
                      show: Show) -> Work:
         """show: gets a score for each pair in the place of vectors."""
-        if len(first) not in (1, len(second)):
-            raise ValueError(f"text_1 and text_2 have {len(first)} and {len(second)} texts: give "
-                             "one text and many, or as many of one kind as of the other")
         pooler, inputs = self.engine.llm.runner.pooler, self.engine.llm.inputs
-        if pooler is None or "embed" in pooler.tasks:
+        if pooler is None or not pooler.reads_pairs(first, second):
             return await self.run(first + second, "embed", body, lambda vectors, usage: show(
                 F.cosine_similarity(torch.stack(vectors[:len(first)]),
                                     torch.stack(vectors[len(first):])).tolist(), usage))
-        if "classify" not in pooler.tasks or pooler.num_labels != 1:
-            raise ValueError("this model has no scores: they need embeddings, or a classifier with "
-                             "one class")
         pairs = zip(first * (len(second) // len(first)), second, strict=True)
         prompts = await self.engine.tokenize(
             lambda: [inputs.pair(*pair, self.chat_template, body) for pair in pairs])

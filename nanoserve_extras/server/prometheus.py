@@ -63,7 +63,7 @@ def text(engine: LLMEngine, model: str) -> str:
     try:
         numbers = engine.get_metrics()
     except RuntimeError:
-        numbers = engine.metrics.read(engine.scheduler, model)
+        numbers = engine.metrics.read(engine.scheduler)
     lines, said = [], set()
     for number in numbers:
         name, kind = number.name, type(number).__name__.lower()

@@ -17,13 +17,14 @@ beginning can't be cut off.
 from pathlib import Path
 
 from nanoserve.engine import LLMEngine
-from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.sequence import Sequence
+from nanoserve.frontend.request import Request
 from nanoserve_extras.trace.recorder import Trace, encoder_of
 
 
 class Tracer(Trace):
     """An observer of one engine, which never writes a file."""
+
+    shows_prompts = False
 
     def __init__(self, engine: LLMEngine):
         self.engine = engine
@@ -37,10 +38,9 @@ class Tracer(Trace):
     def close(self) -> None:
         """The engine ends: nothing is written."""
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
+    def added(self, request: Request) -> None:
         scheduler = self.engine.scheduler
         if self.closed and not scheduler.in_flight and (
-                {*scheduler.running, *scheduler.waiting} <= {*sequences}):
+                {*scheduler.running, *scheduler.waiting} <= {*request.sequences}):
             self._begin()
-        super().added(sequences, stats, None)
+        super().added(request)

@@ -36,7 +36,6 @@ from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend import rules
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import in_words, option
 from nanoserve.sequence import Sequence
@@ -369,13 +368,11 @@ class StructuredOutput(Extra):
         self.compiled[request] = self.grammars.compile(
             params.structured_outputs, request.eos_ids.union(params.stop_token_ids))
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
-        grammar = self.compiled.pop(self.engine.requests[sequences[0].request.request_id], None)
-        if grammar is not None:
+    def added(self, request: Request) -> None:
+        if (grammar := self.compiled.pop(request, None)) is not None:
             if not self.constraints:  # ahead of a drafter, whose tokens are only guesses
                 self.engine.add(self.forced, first=True)
-            self.constraints.update({seq: grammar.fresh() for seq in sequences})
+            self.constraints.update({seq: grammar.fresh() for seq in request.sequences})
 
     def gave_up(self, seq: Sequence) -> bool:
         """Whether the last token came because the parser had failed: the text is not whole."""

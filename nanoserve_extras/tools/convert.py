@@ -62,14 +62,17 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
     naming the remedy."""
     check(file, folder)
     from gguf import GGUFReader  # here, where it is known to be there
-    with refusing(str(file)):
+    with refusing(str(file), "it may be cut off, or newer than the package gguf: download it "
+                  "again, or pip install -U gguf"):
         reader = GGUFReader(file)
+    with refusing(str(file)):
         entries = {name: field.contents() for name, field in reader.fields.items()}
         others = check_names(entries)
         factors = {one.name: one.data for one in reader.tensors if one.name.startswith("rope_")}
         tensors = [one for one in reader.tensors if one.name not in factors]
         network = read_network_of(entries, tensors, factors, dtype)
-        found = sources(tensors, entries["general.architecture"], network)
+        arch = entries["general.architecture"]
+        found = sources(tensors, arch, network, entries.get(f"{arch}.nextn_predict_layers", 0))
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
             file.parent, gguf_file=file.name)
         mend_tokenizer(tokenizer, entries)
@@ -176,12 +179,12 @@ def read_network_of(entries: dict, tensors: list, factors: dict, dtype: str) -> 
 
 
 @contextmanager
-def refusing(words: str) -> Iterator[None]:
+def refusing(words: str, remedy: str = "use the checkpoint in safetensors") -> Iterator[None]:
     """Any error within becomes a `ValueError` with these words and the remedy."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{words}: {error}; use the checkpoint in safetensors") from error
+        raise ValueError(f"{words}: {error}; {remedy}") from error
 
 
 def write_weights(folder: Path, found: list[Source], dtype: torch.dtype,

@@ -96,15 +96,18 @@ class Source(NamedTuple):
             yield self.change(wide) if self.change else wide
 
 
-def sources(tensors: list, arch: str, network: nn.Module) -> list[Source]:
+def sources(tensors: list, arch: str, network: nn.Module, drafts: int) -> list[Source]:
     """The network's tensors and where they are in the file. network: transformers', on "meta".
+    drafts: the last layers of the file, which are left out (MTP).
 
-    Raises `ValueError` naming a tensor that is missing, of another shape or without a place."""
+    Raises `ValueError` naming a tensor that is missing, of another shape or without a place, and
+    `NotImplementedError` for blocks that gguf can't read."""
     import gguf
     layers, found, missing = network.config.num_hidden_layers, [], []
     [number] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
     known = gguf.get_tensor_name_map(number, layers)
-    stored = {one.name: one for one in tensors if not one.name.startswith(f"blk.{layers}.")}  # MTP
+    left_out = tuple(f"blk.{layers + i}." for i in range(drafts))
+    stored = {one.name: one for one in tensors if not one.name.startswith(left_out)}
     tied = network.get_expanded_tied_weights_keys(all_submodels=True)
     for name, parameter in network.state_dict().items():
         for source, names, shape in [] if name in tied else places(name, parameter, arch, known):
@@ -115,6 +118,7 @@ def sources(tensors: list, arch: str, network: nn.Module) -> list[Source]:
             if [n for n in has if n > 1] != [n for n in (len(names), *shape) if n > 1]:
                 raise ValueError(f"{name} has {has} numbers, and {[*parameter.shape]} by the "
                                  "metadata: take another file")
+            gguf.dequantize(one.data.reshape(-1, one.data.shape[-1])[:1], one.tensor_type)
             found.append(Source(one, names, shape, **stored_otherwise(
                 source, shape, arch, network.config)))
     if missing:

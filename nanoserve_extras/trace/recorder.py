@@ -43,7 +43,6 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.extra import Extra
-from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.progress import say
 from nanoserve.frontend.rules import private
 from nanoserve.scheduler import Scheduler
@@ -105,6 +104,8 @@ class Trace(Extra):
     written. clock: seconds; note: what a reader should know about that clock. encoder: an encoder
     cache, which tells its `budget`, `num_tokens` and `num_runs`."""
 
+    shows_prompts = True
+
     def __init__(self, path: str, scheduler: Scheduler, title: str, say: Callable[[str], None],
                  clock: Callable[[], float] = time.perf_counter, note: str = "", encoder=None):
         self.path, self.say, self.clock, self.encoder = Path(path).absolute(), say, clock, encoder
@@ -128,13 +129,12 @@ class Trace(Extra):
 
     # ------------------------------------------------------ what it is told
 
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None:
+    def added(self, request: Any) -> None:
         if self.closed:
             return
-        text = str(prompt or "")
+        text = str(request.prompt or "") if self.shows_prompts else ""
         preview = text if len(text) <= PROMPT_PREVIEW else text[:PROMPT_PREVIEW] + "…"
-        for seq in sequences:
+        for seq in request.sequences:
             self.lanes[seq] = Lane(len(self.requests))
             self._tell("q", len(self.requests))
             self.requests.append([seq.name, seq.num_prompt_tokens, self._now(), preview])

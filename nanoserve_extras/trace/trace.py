@@ -35,6 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
 from nanoserve.extra import Extra
@@ -220,7 +221,7 @@ class Simulation:
             seq, stats = self.seqs[self.num_arrived], self.stats[self.num_arrived]
             self.scheduler.add(seq)
             for tell in self.scheduler.hooks.added:
-                tell([seq], stats, None)
+                tell(SimpleNamespace(sequences=[seq], stats=stats, prompt=None))
             self.num_arrived += 1
 
     def steps(self) -> Iterator[Step]:

@@ -132,7 +132,7 @@ def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
     """An old card takes plain torch's way with a line that says so, and it is an error if kernels
     were asked for. So does a GPU where TRITON_INTERPRET was forgotten: kernels in Python are
     thousands of times slower."""
-    config, capability = ModelConfig.from_folder(dummy), [(7, 5)]
+    config, capability = ModelConfig.from_folder(dummy), [(7, 0)]
     interpreted = SimpleNamespace(INTERPRETED=False)
     monkeypatch.setattr(choice, "namespace", lambda name: interpreted)
     monkeypatch.setattr(choice, "first_kernel", lambda device: "")
@@ -147,7 +147,7 @@ def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
     assert fitted.kernels == "torch" and "an old card is older" in said[0] and "slow" in said[0]
     with pytest.raises(ValueError, match="kernels='triton'.*an old card.*kernels='torch'"):
         fit("triton")
-    capability[0] = (8, 0)
+    capability[0] = (7, 5)
     assert fit("triton")[0].kernels == "triton" and not fit("auto")[1]
     interpreted.INTERPRETED = True
     fitted, said = fit("auto")

@@ -175,16 +175,17 @@ SHAPES = [((2, 2), 32, 16), ((4, 2), 64, 16), ((4, 1), 80, 32), ((5, 1), 128, 16
     torch.float16, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("heads, head_dim, block_size", SHAPES, ids=str)
 def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype):
-    """In float16, which only rounds otherwise, each with one number of splits."""
+    """The first in a chunk of several tiles. In float16 each with one number of splits."""
     rng, number = random.Random(f"{heads} {head_dim} {block_size}"), SHAPES.index(
         (heads, head_dim, block_size))
     splits_of = (1, 2, 4) if dtype == torch.float32 else ((1, 2, 4)[number % 3],)
     for seed, splits in enumerate(splits_of):
-        query_lens = [1] * rng.randrange(1, 4) + [rng.randrange(2, 50), rng.randrange(2, 200)]
+        query_lens = [1] * rng.randrange(1, 4) + [
+            rng.randrange(2, 40), rng.randrange(100, 200) if seed == 0 else rng.randrange(2, 40)]
         seq_lens = [n + rng.choice((0, 1, rng.randrange(40, 260))) for n in query_lens]
         assert_equals_twins(
             attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size,
-            dtype, seed=seed, splits=splits, arch=rng.choice(("sm_80", "sm_90")),
+            dtype, seed=seed, splits=splits, arch=rng.choice(("sm_75", "sm_80", "sm_90")),
             window=rng.choice((None, rng.randrange(1, 150))), softcap=rng.choice((None, 3.0)),
             sinks=rng.choice((False, True)), image=rng.choice((0, 17, 70)))
 
@@ -197,7 +198,7 @@ def test_keys_and_values_of_8_bits(attend, heads, head_dim, block_size, dtype):
     query_lens, seq_lens = [1, 1, 20, 60], [1, 200, 150, 60]
     assert_equals_twins(
         attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size, dtype,
-        stored=torch.int8, splits=rng.choice((1, 4)), arch=rng.choice(("sm_80", "sm_90")),
+        stored=torch.int8, splits=rng.choice((1, 4)), arch=rng.choice(("sm_75", "sm_80", "sm_90")),
         window=rng.choice((None, 70)), softcap=rng.choice((None, 3.0)), sinks=head_dim == 128)
 
 
@@ -212,7 +213,7 @@ def test_decodes_on_both_sides_of_every_boundary(attend, seq_len, splits):
 
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 100, 1000])
 def test_windows_of_decodes_and_chunks(attend, window):
-    rng, query_lens, seq_lens = random.Random(window), [1, 1, 70, 90], [200, 64, 70, 290]
+    rng, query_lens, seq_lens = random.Random(window), [1, 1, 30, 40], [200, 64, 30, 290]
     for splits in (1, 2):
         assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), (4, 2), 32,
                             16, window=window, splits=splits)
@@ -243,7 +244,7 @@ def test_any_block_size_is_right(attend, block_size):
 
 @pytest.mark.parametrize("heads, head_dim", [((2, 1), 256), ((20, 1), 32), ((2, 2), 20)], ids=str)
 def test_wide_heads_large_groups_and_odd_sizes(attend, heads, head_dim):
-    rng, query_lens, seq_lens = random.Random(head_dim), [1, 1, 60], [33, 150, 100]
+    rng, query_lens, seq_lens = random.Random(head_dim), [1, 1, 20], [33, 150, 100]
     for dtype in TOLERANCE:
         assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), heads,
                             head_dim, 16, dtype, splits=2)

@@ -48,6 +48,7 @@ def values(llm: LLM) -> dict:
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:") + metric.labels.get("finished_reason", "")
         assert metric.name.startswith("vllm:") and name not in found
+        assert metric.labels.items() >= dict(model_name=llm.config.model, engine="0").items()
         found[name] = metric if isinstance(metric, Histogram) else metric.value
     return found
 
@@ -192,7 +193,7 @@ def test_buckets_count_what_is_at_most_so_large():
     distribution = Distribution((1, 5))
     for value in (0.5, 1, 1.1, 5, 7):
         distribution.observe(value)
-    read = distribution.read("name", {})
+    read = distribution.read("name")
     assert read.buckets == {"1.0": 2, "5.0": 4, "+Inf": 5}
     assert (read.count, read.sum) == (5, 14.6)
 
@@ -203,7 +204,7 @@ def test_times_on_a_clock_that_is_set_by_hand():
     times = iter([1.0, 4.0, 10.0, 12.0, 15.0])
     metrics = EngineMetrics(True, 64, clock=lambda: next(times), wall=lambda: 109.5)
     seq = sequence("0", [1, 2], SamplingParams(max_tokens=9), 0)
-    metrics.added([seq], RequestStateStats(arrival_time=100.0), None)
+    metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats(arrival_time=100.0)))
     metrics.scheduled(SimpleNamespace(num_new_tokens={seq: 2}, preempted=[], admitted=[seq],
                                       num_loaded={}))
     for tokens in ([7], [7], [7, 7, 7]):
@@ -231,9 +232,9 @@ def test_a_sequence_that_pauses_has_waited_since_its_own_last_token():
     metrics = EngineMetrics(True, 64, clock=lambda: next(times), wall=lambda: 0.0)
     one, other = (sequence(name, [1], SamplingParams(max_tokens=9), 0) for name in "ab")
     for seq in (one, other):
-        metrics.added([seq], RequestStateStats(), None)
+        metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats()))
     for grown in ([one, other], [one], [one], [one, other]):
         metrics.updated(None, {seq: [7] for seq in grown})
-    waits = metrics.histograms["inter_token_latency_seconds"].read("", {})
+    waits = metrics.histograms["inter_token_latency_seconds"].read("")
     assert (waits.count, waits.sum) == (4, 1 + 1 + 1 + 3)
     assert (waits.buckets["1.0"], waits.buckets["2.5"], waits.buckets["5.0"]) == (3, 3, 4)

@@ -55,7 +55,7 @@ def test_a_block_that_is_read_while_it_is_being_saved_takes_one_host_block(by_ha
     store, seq = by_hand.store, sequence("0", [1] * 5, SamplingParams())
     store.want_saved(CacheEntry(b"a", 0, [1] * 4, None))
     store.plan(first := Step(0))
-    store.added([seq], None, None)
+    store.added(SimpleNamespace(sequences=[seq]))
     assert store.is_reading(seq)
     by_hand.answers.put(b"12345678")
     wait_for(store.prefetcher)

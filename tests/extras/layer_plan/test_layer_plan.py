@@ -137,7 +137,7 @@ def test_a_slow_stage_gets_every_chunk_of_a_prompt(checkpoints, ranks_in_threads
     forward, prompt = Stage.forward, list(range(90))
 
     def slow(stage, *args):
-        time.sleep(0.01 * stage.stage)
+        time.sleep(0.01 * stage.line.stage)
         return forward(stage, *args)
 
     with LLM(checkpoints["qwen3"], **SMALL) as llm:
@@ -154,7 +154,7 @@ def test_a_rank_has_its_layers_and_no_others(checkpoints, ranks_in_threads, monk
 
     def record(stage, *args):
         make(stage, *args)
-        made[stage.stage] = stage
+        made[stage.line.stage] = stage
 
     monkeypatch.setattr(Stage, "__init__", record)
     with LLM(checkpoints["qwen3-sharded"], **SMALL, layer_plan=[1, 2]) as llm:
@@ -207,7 +207,9 @@ def test_equal_parts_by_weight(checkpoints, tmp_path, layers, vocabulary, stages
     (dict(layer_plan=[1, 2], pipeline_parallel_size=3), "leave one out"),
     (dict(layer_plan=[1, 2], kv_offload_bytes=10 ** 6), "kv_offload_bytes=1000000"),
     (dict(layer_plan=[1, 2], runner="pooling"), "runner='pooling'"),
-    (dict(layer_plan=[1, 2], model_impl="transformers"), "transformers' Qwen3"),
+    (dict(layer_plan=[1, 2], model_impl="transformers", tensor_parallel_size=2),
+     "together with tensor_parallel_size=2"),
+    (dict(layer_plan=[1, 2], model_impl="transformers", enable_lora=True), "enable_lora"),
     (dict(layer_plan=[1, 2], speculative_config=dict(
         method="draft_model", model="m", num_speculative_tokens=2)), "speculative_config=")],
     ids=str)

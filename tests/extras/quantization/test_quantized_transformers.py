@@ -128,6 +128,30 @@ def test_experts_of_a_file_are_what_it_means(tmp_path, form, quantization):
         assert sizes and 0 not in sizes
 
 
+def test_each_expert_may_be_stored_by_itself(tmp_path):
+    """So quantised files have them (Gemma 4 26B-A4B's, in two spellings), where the class knows a
+    layer's experts in one tensor alone."""
+    source = make(MIXTURES["gemma4-moe"](), tmp_path / "source")
+    stored, paths = load_file(source / "model.safetensors"), ("0.experts.", "1.moe.experts.")
+    for name in [name for name in stored if ".experts." in name]:
+        above, _, what = name.replace("1.experts.", paths[1]).rpartition(".")
+        for i, matrix in enumerate(stored.pop(name)):
+            parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
+            for part, one in parts if what == "gate_up_proj" else [(what, matrix)]:
+                stored[f"{above}.{i}.{part}.weight"] = one.contiguous()
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    quantized, dense = write(source, tmp_path, FORMATS["pack-quantized, zeros"])
+    stored = load_file(dense / "model.safetensors")
+    for layer, path in enumerate(paths):
+        gate, up, down = (torch.stack([stored.pop(f"model.layers.{path}{i}.{part}.weight")
+                                       for i in range(4)])
+                          for part in ("gate_proj", "up_proj", "down_proj"))
+        stored[f"model.layers.{layer}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        stored[f"model.layers.{layer}.experts.down_proj"] = down
+    save_file(stored, dense / "model.safetensors", {"format": "pt"})
+    assert texts(quantized) == reference(dense)
+
+
 @needs_compiler
 @pytest.mark.parametrize("name, quantization", [("qwen3.5", "int8"), ("qwen3-next", "int4")])
 def test_a_delta_nets_matrices_are_rounded_too(tmp_path, name, quantization, capfd):
@@ -289,3 +313,11 @@ def test_what_is_not_read_is_refused_in_words(made, tmp_path):
         texts(folder, skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="quantization='dequantize'"):
         texts(made["olmo2"], quantization="dequantize")
+    folder, name = tmp_path / "gpt-oss", "model.layers.0.mlp.experts.down_proj"
+    shutil.copytree(made["gpt-oss"], folder)
+    stored = load_file(folder / "model.safetensors")
+    for kind in (torch.int8, torch.float8_e4m3fn):  # transformers would take them for the numbers
+        save_file(stored | {name: stored[name].to(kind)}, folder / "model.safetensors",
+                  {"format": "pt"})
+        with pytest.raises(ValueError, match=f"{name} is {kind}: quantised"):
+            texts(folder)

@@ -160,7 +160,7 @@ def test_many_rows_are_multiplied_with_the_restored_matrix(size, dtype, bounds):
 
 def test_every_architecture_has_every_tile():
     assert {*LAUNCHES} == {(line, rows) for line, _ in kernels_fused.EXPERT_LAUNCHES
-                           for rows in (16, kernels.FEW)}
+                           for rows in (16, kernels.FEW)} - {("sm_75", kernels.FEW)}
     assert all(launch["M"] == rows for (_, rows), launch in LAUNCHES.items())
     for rows, tile in ((1, 16), (16, 16), (17, 64), (64, 64)):
         assert kernels.launch_for(torch.empty(rows, 1).half())["M"] == tile

@@ -201,6 +201,15 @@ def test_bad_input_is_named_before_anything_is_read(tmp_path, capsys, monkeypatc
     assert (full / "kept").read_text() == "mine" and not (tmp_path / "new").exists()
 
 
+def test_a_file_that_was_cut_off_is_named(made, tmp_path, capsys):
+    file, _ = made()
+    whole = file.read_bytes()
+    for length in (50, len(whole) // 2):
+        file.write_bytes(whole[:length])
+        assert main([str(file), str(tmp_path / "new")]) == 2
+        assert "cut off" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 def test_a_gguf_file_is_a_model_and_is_converted_once(made, tmp_path, monkeypatch, capfd):
     """What its user means by LLM("x.gguf"). Numbers are rounded to bfloat16 on the way."""
     file, dense = made()

@@ -322,13 +322,17 @@ REFUSED = {
     "tokens": ("llama", "llama", {"tokenizer.ggml.new": 3}, "tokenizer.ggml.new=3 is not known"),
     "a part": ("llama", "llama", {"general.type": "mmproj"}, "general.type='mmproj'"),
     "a tower": ("llama", "llama", {"general.architecture": "clip"}, "mmproj.*the model's own file"),
+    "a layer more": ("llama", "llama", {}, "no place for blk.2.attn_q.weight"),
+    "blocks": ("llama", "llama", {"block_count": 3}, "Dequantization for I64 is not.*; use"),
     "factors": ("llama", "llama", {}, r"rope_freqs.weight: no recipe makes \[1.0, 3.0")}
 
 
 @pytest.mark.parametrize("row", REFUSED)
 def test_what_has_no_place_is_named_and_nothing_is_written(tmp_path, capsys, row):
     arch, kind, said, words = REFUSED[row]
-    tensors = {"rope_freqs.weight": [1.0, 3.0, 2.0, 9.0]} if row == "factors" else {}
+    tensors = {"factors": {"rope_freqs.weight": [1.0, 3.0, 2.0, 9.0]},
+               "a layer more": {"blk.2.attn_q.weight": [[1.0] * 32] * 32},
+               "blocks": {"blk.2.attn_norm.weight": [1] * 32}}.get(row, {})
     assert converted(tmp_path, arch, network(kind), said, tensors=tensors) is None
     said = capsys.readouterr().err
     assert "ignore_mismatched_sizes" not in said

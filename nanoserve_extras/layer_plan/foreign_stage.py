@@ -1,0 +1,173 @@
+"""A stage of transformers' network: some of its layers, and stand-ins for the others.
+
+A class's loop over its layers decides what each is given: angles, a mask by its kind. So the loop
+stays, and runs over another list:
+
+    rank 0   ids ─► embed ─► [ layer 0 ] ─► left    [ hollow | hollow | hollow ] ─► norm ─► head
+                                     │                       ▲
+    rank 1   made up ─► [ hollow | layer 1 | layer 2 ] ─► left
+                                     ▲ the stream
+
+A forward is left behind the last layer that is here. Once the stream has come back, rank 0 runs it
+again, over hollow layers alone: for whatever the class does behind its layers.
+
+Invariant: **what goes from layer to layer is one stream.** A layer that reads more of what was
+before it (other layers' keys, the embedding) must not get something else in silence: a trial at
+load hands the same stream to another embedding, and wants the same numbers.
+"""
+
+import re
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from nanoserve.checkpoint.loader import Tensors
+from nanoserve_extras.foreign.transformers_model import Probe
+
+NUM_MADE_UP = 64  # different rows of a stream that is made up
+
+
+class Left(Exception):
+    """A forward is left. out: what its last layer here returns."""
+
+
+class Nothing:
+    """What a hollow layer returns: for a loop that takes a tensor, or the first of a tuple."""
+
+    def __getitem__(self, index: int) -> "Nothing":
+        return self
+
+
+class Hollow(nn.Module):
+    """In the place of a module that is elsewhere. It has the same plain attributes (its kind, for
+    one), which others read, and no part of it."""
+
+    def __init__(self, module: nn.Module, forward: Callable):
+        super().__init__()
+        vars(self).update(vars(module) | vars(self) | {"forward": forward})
+
+
+class ForeignStage:
+    """The layers of one rank. line: a `layer_plan.Line`."""
+
+    def __init__(self, line, num_layers: int):
+        self.line, self.num_layers, self.here = line, num_layers, line.place.layers
+        self.made_up = torch.randn(NUM_MADE_UP, line.row.shape[1],
+                                   generator=torch.Generator().manual_seed(0)).to(line.row)
+        self.stream = self.made_up  # what the layers here read, or what is behind the last one
+        self.is_tuple = False  # what a layer returns, or a tensor
+        self.shift = 0  # in a trial: to another embedding
+
+    # ------------------------------------------------------------------ loading
+
+    def take(self, network: nn.Module) -> None:
+        """Leave what is here, and note the names of what is not."""
+        decoder, paths = network.get_decoder(), {one: path for path, one in network.named_modules()}
+        found = [(name, list(one)) for name, one in decoder.named_children()
+                 if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
+        if len(found) != 1:
+            raise ValueError(f"{type(network).__name__} has no list of {self.num_layers} layers, "
+                             "of which ranks could have a part: leave layer_plan out")
+        [(self.name, layers)], this = found, weakref.proxy(self)  # weak: no circle with weights
+        self.network = weakref.proxy(network)
+        self.hollow = nn.ModuleList(Hollow(layer, partial(ForeignStage.pass_by, this, i))
+                                    for i, layer in enumerate(layers))
+        setattr(decoder, self.name, nn.ModuleList(
+            layer if i in self.here else self.hollow[i] for i, layer in enumerate(layers)))
+        layers[self.here[-1]].register_forward_hook(self.leave)
+        self.ends: list[str] = []
+        if self.line.stage:
+            layers[self.here[0]].register_forward_pre_hook(self.enter, with_kwargs=True)
+            for one in (network.get_input_embeddings(), network.get_output_embeddings()):
+                above, _, name = paths[one].rpartition(".")
+                setattr(network.get_submodule(above), name,
+                        Hollow(one, partial(ForeignStage.embed, this)))
+                self.ends.append(name)
+
+    def has(self, path: str) -> bool:
+        """Whether a module of the network, or a tensor of a file, is here."""
+        layer = re.search(rf"(?:^|\.){self.name}\.(\d+)(?:\.|$)", path)
+        return int(layer[1]) in self.here if layer else not any(
+            f".{end}." in f".{path}." for end in self.ends)
+
+    def pass_over(self, tensors: Tensors) -> Tensors:
+        """Without those of other stages, of which nothing is read."""
+        return (one for one in tensors if self.has(one[1]))
+
+    def agree(self, architecture: str, reason: str) -> None:
+        """Behind the trial on all ranks. Raises `ValueError` on all of them. reason: for which it
+        failed here, or ""."""
+        if not self.line.world.least(not reason):
+            raise ValueError(f"{architecture} can't be shared out to stages: "
+                             f"{reason or 'another rank says why'}; leave pipeline_parallel_size "
+                             "or layer_plan out")
+
+    # ------------------------------------------------------------------ in the network
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.made_up[(ids + self.shift) % NUM_MADE_UP]
+
+    def pass_by(self, i: int, *args, **named) -> object:
+        if i < self.num_layers - 1:
+            return Nothing()
+        return (self.stream[None],) if self.is_tuple else self.stream[None]
+
+    def enter(self, layer: nn.Module, args: tuple, named: dict) -> tuple[tuple, dict]:
+        if args:
+            args = self.stream[None], *args[1:]
+        else:
+            named = named | {"hidden_states": self.stream[None]}
+        if any(isinstance(one, Nothing) for one in (*args, *named.values())):
+            raise ValueError("a layer reads more than the stream of those before it")
+        return args, named
+
+    def leave(self, layer: nn.Module, args: tuple, out: torch.Tensor | tuple) -> None:
+        self.is_tuple = isinstance(out, tuple)
+        raise Left(out[0] if self.is_tuple else out)
+
+    # ------------------------------------------------------------------ a step
+
+    def run(self, wanted: torch.Tensor | slice, options: dict) -> torch.Tensor:
+        """Take the stream, compute, and send it on: `TransformersModel.run` in a step, whose
+        `norm` comes later; (len(wanted), ...) stands in for that. In the trial at load a stream is
+        made up, and what comes out is returned: logits on rank 0."""
+        line, [ids] = self.line, options["input_ids"]
+        is_trial = isinstance(options["nanoserve"], Probe)
+        if line.stage:
+            self.stream = self.made_up[ids % NUM_MADE_UP] if is_trial else line.receive(len(ids))
+        line.begin()
+        stream = self.through(options)
+        if is_trial:
+            return stream[wanted] if line.stage else self.norm(stream[wanted])
+        if self.num_layers - 1 in self.here:
+            stream = stream[wanted]
+        line.send(stream.contiguous())
+        return stream[:len(wanted)]
+
+    def through(self, options: dict) -> torch.Tensor:
+        """The layers here. Returns (num_tokens, hidden_size)."""
+        try:
+            self.network(**options)
+        except Left as left:
+            [stream] = left.args
+        shape = 1, options["input_ids"].shape[1], self.made_up.shape[1]
+        if stream.shape != shape:
+            raise ValueError(f"a layer returns {tuple(stream.shape)} and not {shape}")
+        return stream[0]
+
+    def norm(self, stream: torch.Tensor) -> torch.Tensor:
+        """What is behind the layers, the LM head as well: (n, hidden_size) to logits."""
+        decoder, self.stream = self.network.get_decoder(), stream
+        if not len(stream):  # not all classes can do without a row
+            self.stream = self.made_up
+        here = getattr(decoder, self.name)
+        ids = torch.full((1, len(self.stream)), self.shift, device=stream.device)
+        setattr(decoder, self.name, self.hollow)
+        try:
+            return self.network(input_ids=ids, position_ids=ids, use_cache=False,
+                                attention_mask=torch.ones_like(ids)).logits[0, :len(stream)]
+        finally:
+            setattr(decoder, self.name, here)

@@ -1,0 +1,119 @@
+"""Stages of transformers' networks: text for text what transformers writes, and to the last bit
+what one rank gives.
+
+Ranks are threads here, which load one after the other: transformers sets torch's defaults
+meanwhile, and all threads share these.
+"""
+
+from threading import Lock
+
+import pytest
+from architectures import ARCHITECTURES, Made, assert_parity, texts_by
+from test_layer_plan import SMALL, both, texts
+
+from nanoserve import LLM
+from nanoserve_extras.foreign import foreign_weights
+from nanoserve_extras.layer_plan.foreign_stage import ForeignStage
+
+PROMPTS = [list(range(60, 100)), [7, 9, 200], [*range(60, 81), 5, 6], list(range(3, 19))]
+# In chunks, and with so few blocks that one long text preempts the others.
+SEVERAL = dict(dtype="float32", device="cpu", model_impl="transformers", pipeline_parallel_size=2,
+               num_gpu_blocks_override=12, block_size=5, max_num_batched_tokens=11, max_num_seqs=6)
+READ_MORE = ["gemma4"]  # the embedding, in each layer
+
+
+@pytest.fixture(autouse=True)
+def in_threads(ranks_in_threads, monkeypatch):
+    make, lock = foreign_weights.make_network, Lock()
+
+    def one_by_one(*args):
+        with lock:
+            return make(*args)
+
+    monkeypatch.setattr(foreign_weights, "make_network", one_by_one)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict:
+    return Made(tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="module")
+def texts_of(made):
+    return texts_by(made, PROMPTS)
+
+
+# Granite's class scales the embedding, and its logits behind the head.
+@pytest.mark.parametrize("name", [
+    one if one == "granite" else pytest.param(one, marks=pytest.mark.full)
+    for one in ARCHITECTURES if one not in READ_MORE])
+def test_text_equals_transformers(name, made, texts_of):
+    with LLM(made[name], **SEVERAL) as llm:
+        assert_parity(llm, PROMPTS, texts_of(name), name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, options, stages", [
+    ("qwen3", {}, dict(pipeline_parallel_size=2)),
+    ("gemma3", dict(max_num_batched_tokens=11, max_num_seqs=6), dict(layer_plan=[1, 1, 1])),
+    ("gemma2", dict(num_gpu_blocks_override=12, max_model_len=190, max_num_seqs=20),
+     dict(layer_plan=[1, 2])),
+    ("mixtral", dict(quantization="int8"), dict(layer_plan=[2, 1])),
+    ("qwen3-tied", dict(quantization="int4", dtype="bfloat16"), dict(layer_plan=[2, 1])),
+    ("llama3.1", dict(speculative_config=dict(method="ngram", num_speculative_tokens=3)),
+     dict(layer_plan=[2, 1]))], ids=str)
+def test_not_one_bit_is_another_than_on_one_rank(name, options, stages, checkpoints, prompts):
+    one, several = both(checkpoints[name], prompts[2:5], options | dict(model_impl="transformers"),
+                        stages)
+    assert one == several
+
+
+@pytest.mark.parametrize("name", READ_MORE)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_layers_that_read_more_than_the_stream_are_refused(name, made):
+    """On all ranks, though but one of them can tell."""
+    with pytest.raises(ValueError, match="can't be shared out to stages.*layer_plan out"):
+        LLM(made[name], **SEVERAL)
+
+
+def test_a_rank_has_its_layers_and_no_others(checkpoints, monkeypatch):
+    """Of the files, too, nothing of the others is read."""
+    passed, has, take = {}, ForeignStage.has, ForeignStage.take
+
+    def note(stage, path):
+        passed.setdefault(stage.line.stage, {})[path] = has(stage, path)
+        return has(stage, path)
+
+    def keep(stage, network):
+        take(stage, network)
+        names.setdefault(stage.line.stage, {name for name, _ in network.named_parameters()})
+
+    names = {}
+    monkeypatch.setattr(ForeignStage, "has", note)
+    monkeypatch.setattr(ForeignStage, "take", keep)
+    with LLM(checkpoints["qwen3-sharded"], **SMALL, layer_plan=[1, 2],
+             model_impl="transformers") as llm:
+        assert llm.runner.model.attending == [0]
+    first = {one for one in names[0] if ".layers." in one}
+    assert {one.split(".")[2] for one in first} == {"0"}
+    ends = {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}
+    assert names[0] - first == ends
+    assert {one.split(".")[2] for one in names[1] - {"model.norm.weight"}} == {"1", "2"}
+    for stage in (0, 1):
+        kept = {one for one, here in passed[stage].items() if here and one.endswith("weight")}
+        assert kept == names[stage]
+
+
+@pytest.mark.full
+def test_layers_move_and_weights_are_replaced(checkpoints, prompts):
+    folder, options = checkpoints["qwen3"], SMALL | dict(model_impl="transformers")
+    with LLM(folder, **options) as llm:
+        expected = [one[1:3] for one in texts(llm, prompts[3:5])]
+    with LLM(folder, **options, layer_plan=[1, 2]) as llm:
+        llm.deploy([2, 1])
+        assert [one[1:3] for one in texts(llm, prompts[3:5])] == expected
+        llm.sleep()
+        llm.wake_up()
+        assert [one[1:3] for one in texts(llm, prompts[3:5])] == expected
+        llm.update_weights(folder)
+        assert [one[1:3] for one in texts(llm, prompts[3:5])] == expected
