@@ -8,7 +8,7 @@ engine holds of it in int8 or int4, by the rules of docs/quantization.md:
 
     a matrix of a layer     1 byte a number, and 4 a row        half a byte, and 4 for 32 of a row
     an LM head              1 byte, and 4 a row                 the same
-    experts                 as other matrices, on a CPU
+    experts                 as other matrices
     all else                2 bytes
 
 Where transformers runs the network, loading takes its two largest tensors in 16 bits more, but not

@@ -110,10 +110,12 @@ def fused_cases(dtype: torch.dtype) -> dict[str, Callable]:
 
 def quantised_cases(dtype: torch.dtype) -> dict[str, Callable]:
     """Products with int8 and with 4 bits in groups, for each tile (in float32 they have one), and
-    what restores a matrix for more rows."""
-    return {f"{'4 bits, groups of ' + str(size) if size else 'int8'}, {rows} rows":
-            partial(multiply, dtype, rows, size)
-            for size in (0, 32, 128) for rows in (16, 64, 65)}
+    what restores a matrix for more rows; of 128 experts, and for each tile, too."""
+    return {f"{'4 bits, groups of ' + str(size) if size else 'int8'}, {rows} rows{whose}":
+            partial(multiply, dtype, rows, size, num_experts=num_experts)
+            for size in (0, 32, 128) for whose, num_experts, rows in (
+                *(("", 0, rows) for rows in (16, 64, 65)),
+                *((" of experts", 128, rows) for rows in (16, 128 * 64)))}
 
 
 def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int = 0,
@@ -174,8 +176,9 @@ def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 
     kernels.draw(logits, heat, numbers, numbers, floors)
 
 
-def multiply(dtype: torch.dtype, num_rows: int, size: int, inputs: int = 2048) -> None:
-    """size: inputs of a group of 4 bits, or 0 for int8."""
+def multiply(dtype: torch.dtype, num_rows: int, size: int, inputs: int = 2048,
+             num_experts: int = 0) -> None:
+    """size: inputs of a group of 4 bits, or 0 for int8. num_experts: 0 for one matrix."""
     x, bias = torch.zeros(num_rows, inputs, dtype=dtype), torch.zeros(64, dtype=dtype)
     if size:
         weight = TritonWeight(torch.zeros(64, inputs // 2, dtype=torch.uint8),
@@ -183,7 +186,11 @@ def multiply(dtype: torch.dtype, num_rows: int, size: int, inputs: int = 2048) -
     else:
         weight = TritonWeight(torch.zeros(64, inputs, dtype=torch.int8), torch.zeros(64, 1), 0,
                               inputs)
-    weight.linear(x, bias)
+    if num_experts:
+        starts = torch.zeros(num_experts + 1, dtype=torch.int64)
+        TritonWeight.stacked([weight] * num_experts).grouped(x, starts)
+    else:
+        weight.linear(x, bias)
 
 
 def main() -> None:

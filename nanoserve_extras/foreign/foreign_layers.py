@@ -6,7 +6,7 @@ a network give way to ours where these compute the same:
     nn.Linear, Conv1D                           Packed: ops.linear, or a product of small weights
     one vector, one eps                         Norm: ops.rms_norm by the vector, or by 1 + it
     gate, up and down, or gate_up and down      Gated: Packed ─ ops.act_and_mul ─ Packed
-    the slice of one expert, to be rounded      PackedExpert, in transformers' loop over experts
+    a matrix of all experts, to be rounded      PackedExperts, in transformers' grouped product
 
 Invariant: **names and classes say nothing, numbers do.** A copy of each part goes through a trial
 in float32, with a weight of the trial's own, or matrices of one number a row (`Picks`), so that no
@@ -22,6 +22,7 @@ from itertools import permutations, product
 from types import ModuleType, SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -35,6 +36,7 @@ from nanoserve.layers import Linear, Placement
 from nanoserve.parallel.ranks import Span
 from nanoserve_extras.foreign.foreign_weights import EXPERTS, towers_of
 from nanoserve_extras.foreign.latent import keep_latents
+from nanoserve_extras.quantization.quantized_experts import Grouped
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
 SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # the rows of a trial
@@ -87,29 +89,34 @@ class Packed(nn.Module):
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class PackedExpert(Shape):
-    """One expert's matrix, where transformers' own loop looks for a slice of a 3-D parameter. It
-    says F.linear(x, slice), or x @ slice where the parameter is transposed, and adds a bias."""
+class PackedExperts(Shape):
+    """All experts' matrices, where transformers' grouped product looks for a 3-D parameter. That is
+    (experts, inputs, outputs) when it is multiplied with, stored so or transposed for it. Rows come
+    sorted, with the place where those of each expert end. Gates, biases and sums are its own."""
 
     @classmethod
-    def of(cls, weight: torch.Tensor, is_transposed: bool, on: Placement,
-           kept: list[Quantised | None]) -> "PackedExpert":
-        """weight: (outputs, inputs), or (inputs, outputs) if transposed. kept: as in `Packed`, for
-        each of the parts that its rows are joined of."""
-        whole = weight.T.contiguous() if is_transposed else weight
-        parts = {str(i): SimpleNamespace(weight=nn.Parameter(part, requires_grad=False), bias=None)
-                 for i, part in enumerate(whole.split(len(whole) // len(kept)))}
-        expert = torch.empty(weight.shape, dtype=on.dtype, device="meta").as_subclass(cls)
-        expert.packed = Packed(parts, on, kept)
-        expert.product = ("__matmul__", "matmul") if is_transposed else ("linear",)
-        return expert
+    def of(cls, shape: torch.Size, packed: nn.ModuleList) -> "PackedExperts":
+        """shape: the parameter's. packed: for each expert a `Packed`."""
+        experts = torch.empty(shape, dtype=packed[0].weight.dtype, device="meta").as_subclass(cls)
+        experts.grouped = Grouped([one.linear for one in packed])
+        experts.grouped.finish_loading()
+        return experts
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if not kwargs and len(args) == 2 and type(args[1]) is cls and (
-                function.__name__ in args[1].product):
-            return args[1].packed(args[0])
+        if function.__name__ == "transpose":
+            return args[0]
+        if function.__name__ == "_grouped_mm" and type(args[1]) is cls:
+            return args[1].grouped(args[0], F.pad(kwargs["offs"], (1, 0)))
         return super().__torch_function__(function, types, args, kwargs)
+
+
+def packed_expert(weight: torch.Tensor, on: Placement, kept: list[Quantised | None]) -> Packed:
+    """weight: (outputs, inputs). kept: as in `Packed`, for each of the parts that its rows are
+    joined of."""
+    parts = {str(i): SimpleNamespace(weight=nn.Parameter(part, requires_grad=False), bias=None)
+             for i, part in enumerate(weight.split(len(weight) // len(kept)))}
+    return Packed(parts, on, kept)
 
 
 class Norm(nn.Module):
@@ -215,7 +222,7 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
     stays. A router, an `nn.Linear` with an output for each expert, is not rounded."""
     head, top = network.get_output_embeddings(), network.get_submodule(below)
     towers, rounds = towers_of(network) if sees else (), on.linear is not Linear
-    routed = {len(one.down_proj) for one in network.modules() if hasattr(one, "is_transposed")}
+    routed = {one.down_proj.size(0) for one in network.modules() if hasattr(one, "is_transposed")}
     if on.device.type == "cpu":
         keep_latents(top)
 
@@ -233,7 +240,7 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
                 if not (rounds and type(child) is nn.Linear and child.out_features in routed):
                     setattr(module, name, packed(path, {name: child}))
             elif hasattr(child, "is_transposed"):  # it comes with `use_experts_implementation`
-                if rounds and on.device.type == "cpu":
+                if rounds:
                     pack_experts(inner, child, on, kept)
             elif len(inspect.signature(child.forward).parameters) != 1:
                 continue
@@ -248,19 +255,19 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
 
 def pack_experts(path: str, experts: nn.Module, on: Placement,
                  kept: dict[str, Quantised]) -> None:
-    """Pack the matrices of a layer's experts, one at a time. transformers' plain loop over the
-    chosen experts then multiplies with them; it reads their numbers, for which a GPU would wait."""
-    experts.config._experts_implementation = "eager"
+    """Pack the matrices of a layer's experts, one at a time."""
+    experts.config._experts_implementation = "grouped_mm"
     experts._is_hf_initialized = True  # see `Shape`
     for name, matrices in [*experts.named_parameters(recurse=False)]:
         if matrices.dim() == 3:
             parts = joined_of(experts.config.model_type, name)
-            mine = [PackedExpert.of(matrix, experts.is_transposed, on, [
+            packed = nn.ModuleList(packed_expert(matrix.contiguous(), on, [
                 kept.get(translated(f"{path}.{i}.{part}")) for part in parts])
-                for i, matrix in enumerate(matrices)]
+                for i, matrix in enumerate(matrices.mT if experts.is_transposed else matrices))
+            grouped = PackedExperts.of(matrices.shape, packed)
             delattr(experts, name)  # now, so that who fails before can begin again
-            setattr(experts, name, mine)
-            experts.add_module(f"packed_{name}", nn.ModuleList(one.packed for one in mine))
+            setattr(experts, name, grouped)
+            experts.add_module(f"packed_{name}", packed)
 
 
 def joined_of(model_type: str, name: str) -> list[str]:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nanoserve.config import EngineConfig
 from nanoserve.engine import Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
@@ -72,12 +71,10 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
         size = GROUP if kind == "int4" and not is_4 else 0
         linear = partial(QuantisedLinear, kind=weight, size=size)
-        if any(plan.model_config.moe_layers):
-            check_experts(kind, config)
-        experts = partial(QuantisedExperts, linear=linear)
-        if config.kernels == "triton":  # a draft model may have some, too
-            experts = partial(check_experts, kind, config)
-        layers = {"linear": linear, "experts": experts,
+        if config.expert_parallel:
+            raise ValueError(f"expert_parallel=True with quantization={kind!r}: leave it out, so "
+                             "that each rank has a part of every expert")
+        layers = {"linear": linear, "experts": partial(QuantisedExperts, linear=linear),
                   "embedding": partial(QuantisedEmbedding, kind=weight),
                   "assemble": partial(assemble, keep=kind == "int4")}
         if config.kernels == "cpu":
@@ -93,17 +90,6 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
             say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "
                 "neighbours: such weights become int8")
     return kind, layers
-
-
-def check_experts(kind: str, config: EngineConfig, *sizes: object) -> None:
-    """Raises `ValueError` where those of a mixture can't be kept in few bits. sizes: not needed,
-    see `Placement.experts`."""
-    if config.kernels == "triton":
-        raise ValueError(f"quantization={kind!r} of experts runs on a CPU alone: leave it out, or "
-                         "use device='cpu'")
-    if config.expert_parallel:
-        raise ValueError(f"expert_parallel=True with quantization={kind!r}: leave it out, so that "
-                         "each rank has a part of every expert")
 
 
 def kind_of_weight(kernels: str) -> type[TorchWeight | CpuWeight]:

@@ -1,47 +1,83 @@
 """A mixture's experts in 8 or 4 bits: each is two packed products.
 
-    hidden (n, h) ─ who chose expert 3? ─► rows ─ gate, up ─ act ─ down ─► times the weights of
-                                                                 the router, and added to these rows
+    hidden (n, h) ─► a row for each choice, sorted by expert ─ gate, up ─ act ─ down ─► times the
+                     weights of the router, and summed for each token
 
 The three matrices of an expert are those of a gated MLP, so they are `QuantisedLinear` layers under
 the checkpoint's own names: rounded when the last tensor of one has come, or kept as a file's own 4
 bits, and shared out to ranks by width. The router stays wide: which experts a token gets is decided
 by small differences.
 
-Invariant: a row's result does not depend on the other rows. Confessed: the loop over the chosen
-experts is Python's, which reads their numbers. So it is for CPUs; a GPU would wait in each layer.
+Invariant: on a CPU a row's result does not depend on the other rows. There each expert that was
+chosen is a product of its own, by a loop of Python's that reads where its rows start. A GPU would
+wait for that number in each layer: its one launch finds it on the device (quantized_triton.py), and
+can stand in a CUDA graph.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from nanoserve.layers import Placement
 from nanoserve.parallel.ranks import Span
+from nanoserve_extras.quantization.quantized_linear import QuantisedLinear
+
+PORTION = 2048  # tokens that are there once for each of their experts
 
 
 class QuantisedExperts(nn.ModuleDict):
     """Takes the place of `layers.Experts`. linear: what makes the layer of a packed matrix."""
 
     def __init__(self, experts: int, hidden_size: int, inner: Span | int, activation: str,
-                 on: Placement, linear: Callable[..., nn.Module]):
+                 on: Placement, linear: Callable[..., QuantisedLinear]):
         super().__init__({str(i): nn.ModuleDict(dict(
             gate_up_proj=linear(hidden_size, {"gate_proj": inner, "up_proj": inner}, False, on),
             down_proj=linear(inner, {"down_proj": hidden_size}, False, on)))
             for i in range(experts)})
-        self.activation, self.ops = activation, on.ops
+        for name in ("gate_up_proj", "down_proj"):  # behind the layers, which must be packed first
+            self[f"all_{name}"] = Grouped([self[str(i)][name] for i in range(experts)])
+        self.experts, self.activation, self.ops = experts, activation, on.ops
 
     def forward(self, hidden: torch.Tensor, weights: torch.Tensor,
                 ids: torch.Tensor) -> torch.Tensor:
         """hidden (num_tokens, hidden_size); weights and ids (num_tokens, experts per token).
         Returns this rank's share of the sum, as `ops.experts` does."""
-        out = torch.zeros_like(hidden, dtype=torch.float32)
-        for expert in ids.unique().tolist():
-            tokens, column = (ids == expert).nonzero(as_tuple=True)
-            layers = self[str(expert)]
-            inner = self.ops.act_and_mul(layers["gate_up_proj"].multiply(hidden[tokens]),
-                                         self.activation)
-            answer = layers["down_proj"].multiply(inner)
-            out.index_add_(0, tokens, answer.float() * weights[tokens, column, None])
-        return out.to(hidden.dtype)
+        portions = (numbers.split(PORTION) for numbers in (hidden, weights, ids))
+        return torch.cat([self.sums(*some) for some in zip(*portions, strict=True)])
+
+    def sums(self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        sorted_ids, order = ids.flatten().sort(stable=True)
+        starts = torch.searchsorted(sorted_ids, torch.arange(
+            self.experts + 1, dtype=ids.dtype, device=ids.device))
+        both = self["all_gate_up_proj"](hidden[order // ids.shape[1]], starts)
+        inner = self.ops.act_and_mul(both, self.activation)
+        answers = hidden.new_empty(len(order), hidden.shape[1])  # in the order of ids
+        answers[order] = self["all_down_proj"](inner, starts)
+        return (answers.unflatten(0, ids.shape) * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+class Grouped(nn.Module):
+    """The same matrix of all experts, each of which multiplies rows of its own."""
+
+    def __init__(self, layers: list[QuantisedLinear]):
+        super().__init__()
+        self.layers, self.packed = layers, None
+
+    def finish_loading(self) -> None:
+        """Where one launch is to take all matrices, put them one behind the other."""
+        if self.packed is None and hasattr(self.layers[0].kind, "stacked"):
+            self.packed = self.layers[0].kind.stacked([layer.packed for layer in self.layers])
+            for layer, memory, heads in zip(
+                    self.layers, self.packed.memory, self.packed.heads, strict=True):
+                layer.packed = self.packed._replace(memory=memory, heads=heads)
+
+    def forward(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """x (rows, inputs), sorted: those of expert e are from starts[e] to starts[e + 1]. Returns
+        (rows, outputs)."""
+        if self.packed is not None:
+            return self.packed.grouped(x, starts)
+        places = zip(self.layers, pairwise(starts.tolist()), strict=True)
+        products = [layer.multiply(x[start:end]) for layer, (start, end) in places if start < end]
+        return torch.cat(products or [self.layers[0].multiply(x)])  # there may be no rows

@@ -12,7 +12,9 @@ They lie as in `TorchWeight`, 4 bits so (groups of 32):
 Few rows wait for memory. One program makes a tile of M rows and N outputs. It walks along the
 inputs, K at a time, and a tile of the weight becomes a matrix of x's dtype only between its load
 and the tensor cores. With many rows each tile of rows would do that anew. So the whole matrix is
-restored once, into memory that the next layer takes again, and multiplied by torch.
+restored once, into memory that the next layer takes again, and multiplied by torch. A mixture's
+experts lie one behind the other, and each tile of rows is one expert's: all experts' matrices
+restored would be the layer in 16 bits.
 
 Invariant: a launch depends on shapes alone, so a CUDA graph of it stays true; sums are float32 and
 have a fixed order. Confessed: 1,024 outputs are 32 programs, fewer than a GPU has multiprocessors;
@@ -27,14 +29,15 @@ import triton
 import triton.language as tl
 
 from nanoserve.device import kernels_fused
+from nanoserve.device.kernels_fused import tile_of_expert
 from nanoserve_extras.quantization.quantized_linear import TorchWeight
 
 # By `table_line` and the most rows of a tile; from the compiled code alone (benchmarks/kernels.py,
 # docs/LOG.md). Up to 16 rows wait for memory: long pieces of few outputs, loads of 128 bits. With
 # more rows there is more to compute: Hopper's wgmma starts at 64. A100's lines stay below the 99 KB
 # of smaller cards. float32 is for checks: without tensor cores, sums take registers. So they do on
-# Turing, which restores the matrix from 17 rows on. Sizes that 32 (inputs) or 16 (outputs) does not
-# divide have narrow loads and may spill.
+# Turing, which restores the matrix from 17 rows on, but not experts'. Sizes that 32 (inputs) or 16
+# (outputs) does not divide have narrow loads and may spill.
 LAUNCHES = {
     ("sm_75", 16): dict(M=16, N=32, K=64, num_warps=4, num_stages=1),
     ("sm_80", 16): dict(M=16, N=32, K=256, num_warps=4, num_stages=4),
@@ -52,15 +55,39 @@ class TritonWeight(TorchWeight):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x (rows, inputs) -> (rows, outputs)"""
-        (rows, inputs), outputs, launch = x.shape, len(self.memory), launch_for(x)
+        launch = launch_for(x, len(x))
         if launch is None:
             return F.linear(x, self.restored(x.dtype), bias)
+        return self.product(x, bias, launch)
+
+    @classmethod
+    def stacked(cls, weights: list["TritonWeight"]) -> "TritonWeight":
+        """Those of experts, for `grouped`: memory and heads are (experts, outputs, ...). They are
+        alike: where some of a file have other 4 bits or none, all become 8 bits by row."""
+        if len({one.size for one in weights}) > 1:
+            weights = [cls.of(one.rows(slice(None))) if one.size else one for one in weights]
+        return weights[0]._replace(memory=torch.stack([one.memory for one in weights]),
+                                   heads=torch.stack([one.heads for one in weights]))
+
+    def grouped(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """x (rows, inputs) -> (rows, outputs). The rows of expert e are those from starts[e] to
+        starts[e + 1]."""
+        each = triton.cdiv(len(x), len(self.memory))  # if they have equally many
+        launch = launch_for(x, min(each, FEW)) or launch_for(x, 1)
+        return self.product(x, None, launch, starts, len(self.memory))
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None, launch: dict,
+                starts: torch.Tensor | None = None, num_experts: int = 1) -> torch.Tensor:
+        (rows, inputs), outputs = x.shape, self.memory.shape[-2]
         out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+        # 100 rows, 16 experts, tiles of 16: at most 15 with a single row, and 6 for the other 85.
+        tiles = (rows + min(num_experts, rows) * (launch["M"] - 1)) // launch["M"]
         # Programs that are neighbours have other rows and the same weights, which are read once.
-        grid = triton.cdiv(rows, launch["M"]), triton.cdiv(outputs, launch["N"])
-        _linear_kernel[grid](x.contiguous(), self.memory, self.heads, bias, out, rows, outputs,
-                             inputs, self.memory.stride(0), self.heads.stride(0), SIZE=self.size,
-                             PART=gcd(self.size, launch["K"]), **launch, **kernels_fused.FMA)
+        _linear_kernel[tiles, triton.cdiv(outputs, launch["N"])](
+            x.contiguous(), self.memory, self.heads, bias, out, starts, num_experts, rows, outputs,
+            inputs, self.memory.stride(-2), self.heads.stride(-2), SIZE=self.size,
+            PART=gcd(self.size, launch["K"]), EXPERTS=max(triton.next_power_of_2(num_experts), 16),
+            **launch, **kernels_fused.FMA)
         return out
 
     def restored(self, dtype: torch.dtype) -> torch.Tensor:
@@ -74,14 +101,14 @@ class TritonWeight(TorchWeight):
         return out
 
 
-def launch_for(x: torch.Tensor) -> dict | None:
+def launch_for(x: torch.Tensor, rows: int) -> dict | None:
     """The lowest tile that takes all of a few rows, None for more. In a graph the rows are its
     bucket."""
-    if len(x) > FEW:
+    if rows > FEW:
         return None
     if x.dtype == torch.float32:
         return FLOAT32
-    return LAUNCHES.get((kernels_fused.table_line(x.device), 16 if len(x) <= 16 else FEW))
+    return LAUNCHES.get((kernels_fused.table_line(x.device), 16 if rows <= 16 else FEW))
 
 
 @triton.jit
@@ -119,12 +146,23 @@ def _restore_kernel(memory, heads, out, outputs, inputs, stride, heads_stride,
 
 
 @triton.jit(do_not_specialize=["rows"])  # it changes from step to step: see kernels.py
-def _linear_kernel(x, memory, heads, bias, out, rows, outputs, inputs, stride, heads_stride,
-                   SIZE: tl.constexpr, PART: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                   K: tl.constexpr):
-    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)  # a row times a width may pass 2^31
+def _linear_kernel(x, memory, heads, bias, out, starts, num_experts, rows, outputs, inputs, stride,
+                   heads_stride, SIZE: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr,
+                   M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """starts: None for a single matrix, or where the rows of each expert start."""
+    if starts is None:
+        m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)  # times a width may pass 2^31
+        is_row = (m < rows)[:, None]
+    else:
+        expert, m, own = tile_of_expert(starts, tl.program_id(0), num_experts, EXPERTS, M)
+        if expert >= num_experts:
+            return
+        first = expert.to(tl.int64) * outputs
+        memory += first * stride
+        heads += first * heads_stride
+        m, is_row = m.to(tl.int64), own[:, None]
     n = (tl.program_id(1).to(tl.int64) * N + tl.arange(0, N))[:, None]
-    k, is_row, is_output = tl.arange(0, K), (m < rows)[:, None], n < outputs
+    k, is_output = tl.arange(0, K), n < outputs
     x += m[:, None] * inputs + k[None, :]
     memory += n * stride
     groups = heads + n * heads_stride

@@ -23,12 +23,12 @@ ROOT = Path(__file__).parent.parent.parent
 # The most shared memory a program may have. What runs on an RTX 4090, which takes A100's lines of
 # the tables, is compiled for it where it is close to the limit.
 SHARED = {"sm_75": 65_536, "sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448}
-ALL = ("^bfloat16 (?!.*(head 256|head 80|64 in 8|norm 4096|first|gelu|"
+ALL = ("^bfloat16 (?!.*(head 256|head 80|64 in 8|norm 4096|first|gelu|of 128|"
        "(split|few|decode) .* block 64))")
 # H100 gets these (the command has more), A100 where its lines of the tables differ from H100's or
 # a program is large, and an RTX 4090 the two that are the largest. A T4 has no bfloat16.
 TILED = (r"^bfloat16 ((?!rope)\w+ head 128 (block 16|in 8)|.* sinks|experts .* silu|"
-         r"sample filtered|(int8|.* of 32), )")
+         r"sample filtered|int8, \d+ rows$|.* of 32, )")
 LARGEST = "^bfloat16 (prefill window|experts many silu)"
 OLDEST = "^float16 ((decode|prefill) head 128 block 16|experts few silu)"
 JOBS = {"sm_90": [("sm_90", ALL)], "others": [
@@ -81,6 +81,9 @@ def test_every_launch_is_there(report):
         for weight in ("int8", "4 bits, groups of 32"):
             for rows in (16, 64, 65):
                 assert {(arch, f"{weight}, {rows} rows") for arch in ("sm_80", "sm_90")} <= shipped
+            for rows in (16, 8192):
+                assert ("sm_90", f"{weight}, {rows} rows of experts") in shipped
+                assert ("sm_80", f"4 bits, groups of 32, {rows} rows of experts") in shipped
     tiled = {"_attention_kernel", "_combine_kernel", "_experts_kernel", "_weighted_sum_kernel",
              "_sample_kernel", "_find_floors_kernel", "_linear_kernel", "_restore_kernel"}
     written = {name for module in (
@@ -110,7 +113,7 @@ def test_tensor_cores_are_used(report):
         if row["arch"] == "sm_75":
             assert row["wgmma"] == row["mma"] == 0, row
         elif row["kernel"] in ("_attention_kernel", "_experts_kernel", "_linear_kernel"):
-            hopper = row["arch"] == "sm_90" and re.search("prefill|few head|many|(64|128) rows",
+            hopper = row["arch"] == "sm_90" and re.search("prefill|few head|many|(64|8192) rows",
                                                           row["case"])
             assert (row["wgmma"] > 0) == bool(hopper) == (row["mma"] == 0), row
 

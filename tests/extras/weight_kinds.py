@@ -30,7 +30,6 @@ KINDS = [pytest.param(TorchWeight, id="TorchWeight"),
 ENGINES = [(kernels, name) for kernels in ("torch", "cpu")
            if kernels != "cpu" or shutil.which("g++")
            for name in ("qwen3", "qwen3-tied", "llama-bias", "qwen3-moe-odd")]
-ENGINES.append(pytest.param("triton", "tiny", marks=needs_interpreter))
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:

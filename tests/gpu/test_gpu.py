@@ -95,12 +95,17 @@ def test_blocks_come_back_from_pinned_memory_and_no_launch_waits(checkpoints, re
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_small_weights_in_graphs_equal_widened_ones(checkpoints, prompts, quantization):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gpt-oss"])  # the last is transformers'
+def test_small_weights_in_graphs_equal_widened_ones(checkpoints, tmp_path, prompts, name,
+                                                    quantization):
     """Their kernel, replayed and launched, beside `kernels="torch"`: the logprobs of what is
-    chosen, whose sums have another order alone."""
+    chosen, whose sums have another order alone. Of experts it is one launch for all."""
+    folder = checkpoints[name] if name in CHECKPOINTS else make(
+        ARCHITECTURES[name](), tmp_path / name)
+    prompts = [[token % 256 for token in prompt[:80]] for prompt in prompts]
     params, found = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0), []
     for how in (dict(kernels="torch"), dict(), dict(enforce_eager=True)):
-        engine = start(checkpoints["qwen3"], quantization=quantization, **how)
+        engine = start(folder, quantization=quantization, **how)
         assert (engine.runner.graphs is not None) == (how == {})
         outputs = engine.generate(prompts, params, use_tqdm=False)
         steps = [step for output in outputs for step in (
@@ -246,10 +251,14 @@ def guard(engine, mode: str = "error") -> None:
     engine.runner.launch = guarded
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma2", "mistral"])
+@pytest.mark.parametrize("name, quantization", [
+    ("qwen3", None), ("qwen3-moe", None), ("qwen3-moe", "int4"), ("gemma2", None),
+    ("mistral", None)])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_a_launch_never_waits_for_the_device(checkpoints, prompts, name, enforce_eager):
-    engine = start(checkpoints[name], enforce_eager=enforce_eager, max_num_batched_tokens=60)
+def test_a_launch_never_waits_for_the_device(checkpoints, prompts, name, quantization,
+                                             enforce_eager):
+    engine = start(checkpoints[name], enforce_eager=enforce_eager, max_num_batched_tokens=60,
+                   quantization=quantization)
     some = [prompts[i % len(prompts)][:40] for i in range(len(KINDS))]
     expected = ids_of(engine.generate(some, asked(), use_tqdm=False))
     engine.reset_prefix_cache()

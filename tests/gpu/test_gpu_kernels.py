@@ -246,6 +246,26 @@ def check_products(packed, weight, inputs, dtype):
         assert torch.equal(packed.linear(x, bias), got)
 
 
+@pytest.mark.parametrize("size", [0, 32, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("outputs, inputs", [(2048, 768), (100, 513)])
+def test_each_expert_multiplies_its_own_rows(outputs, inputs, dtype, size):
+    """Of 128, 28 have none. Few rows and many, which take other tiles."""
+    weight = random_tensor(128, outputs, inputs, scale=inputs ** -.5)
+    packed = TritonWeight.stacked([TritonWeight.of(one, size) for one in weight])
+    dense = [round_groups(one, size)[:].to(dtype) if size else round_rows(one)[:]
+             for one in weight]
+    for num_rows in (1, 8, 300, 2048, 2049, 9000):
+        x = random_tensor(num_rows, inputs, dtype=dtype)
+        chosen = torch.arange(num_rows, device=DEVICE) * 37 % 100
+        starts = torch.searchsorted(chosen.sort()[0], torch.arange(129, device=DEVICE))
+        got = packed.grouped(x, starts)
+        exact = torch.cat([some.double() @ one.double().T for some, one in zip(
+            x.split(starts.diff().tolist()), dense, strict=True)])
+        assert_near(got, exact, dtype)
+        assert torch.equal(packed.grouped(x, starts.int()), got)
+
+
 # ----------------------------------------------------------------- sampling
 
 

@@ -22,7 +22,7 @@ from nanoserve_extras.quantization import quantization
 from nanoserve_extras.quantization.quantized_linear import QuantisedLinear
 
 ROUNDED = {"int8": by_definition, "int4": groups_by_definition}
-KINDS = {"torch": "TorchWeight", "cpu": "CpuWeight", "triton": "TritonWeight"}
+KINDS = {"torch": "TorchWeight", "cpu": "CpuWeight"}
 either = pytest.mark.parametrize("quantization", ROUNDED)
 
 
@@ -34,7 +34,7 @@ def rounded(checkpoints, tmp_path):
         folder = tmp_path / f"{name}-rounded"
         shutil.copytree(checkpoints[name], folder)
         tensors = stored_tensors(folder)
-        for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        for key in [key for key in tensors if key.endswith("_proj.weight") or ".experts." in key]:
             parts = shares if key.endswith(("o_proj.weight", "down_proj.weight")) else 1
             tensors[key] = torch.cat([ROUNDED[quantization](part).float() for part in
                                       tensors[key].chunk(parts, dim=1)], dim=1)
@@ -54,13 +54,34 @@ def test_the_text_is_that_of_the_rounded_weights(name, kernels, quantization, ch
     capfd.readouterr()
     with LLM(checkpoints[name], **SMALL, kernels=kernels, quantization=quantization) as llm:
         assert greedy(llm, 16) == expected
-        kinds = {(type(one.packed).__name__, one.packed.size) for layer in llm.runner.model.layers
-                 for path, one in layer.named_modules()
-                 if isinstance(one, Linear) and path != "mlp.gate"}  # routers stay wide
-        assert kinds == {(KINDS[kernels], 32 if quantization == "int4" else 0)}
+        assert kinds(llm) == {(KINDS[kernels], 32 if quantization == "int4" else 0)}
     said = capfd.readouterr().err
     assert f"float32, quantization='{quantization}'" in said
     assert ("saves memory and costs time" in said) == (kernels == "torch")
+
+
+def kinds(llm: LLM) -> set[tuple[str, int]]:
+    """And sizes of groups, of all matrices of the layers. Routers stay wide."""
+    return {(type(one.packed).__name__, one.packed.size) for layer in llm.runner.model.layers
+            for path, one in layer.named_modules()
+            if isinstance(one, Linear) and path != "mlp.gate"}
+
+
+@needs_interpreter
+@either
+@pytest.mark.parametrize("drafts", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_kernels_for_a_gpu_are_recorded_in_graphs_experts_too(drafts, quantization, checkpoints,
+                                                              rounded, recorded):
+    """A mixture, or one as the draft model of a dense network."""
+    name, options = ("tiny", dict(speculative_config=dict(
+        method="draft_model", num_speculative_tokens=2, model=str(checkpoints["tiny-moe"])))
+                     ) if drafts else ("tiny-moe", {})
+    expected = text_of(rounded(name, quantization))[:6]
+    with LLM(checkpoints[name], **SMALL | dict(max_num_seqs=1), kernels="triton",
+             quantization=quantization, **options) as llm:
+        assert greedy(llm, 6) == expected
+        assert kinds(llm) == {("TritonWeight", 32 if quantization == "int4" else 0)}
+    assert {size.network for size in recorded} == {0, int(drafts)}
 
 
 def test_products_that_can_not_be_compiled_are_an_error_at_the_start(checkpoints, monkeypatch):
@@ -143,17 +164,10 @@ def test_a_pooling_model_keeps_its_embedding(quantization, near, checkpoints):
 
 
 @either
-def test_what_experts_can_not_do_is_refused(checkpoints, quantization):
-    """On a GPU the loop over experts would wait in each layer."""
+def test_whole_experts_of_ranks_are_refused(checkpoints, quantization):
     with pytest.raises(ValueError, match="expert_parallel=True with quantization="):
         LLM(checkpoints["mixtral"], **SMALL, quantization=quantization, expert_parallel=True,
             tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="of experts runs on a CPU alone"):
-        LLM(checkpoints["mixtral"], **SMALL, quantization=quantization, kernels="triton")
-    with pytest.raises(ValueError, match="of experts runs on a CPU alone"):
-        LLM(checkpoints["qwen3"], **SMALL, quantization=quantization, kernels="triton",
-            speculative_config=dict(method="draft_model", num_speculative_tokens=2,
-                                    model=str(checkpoints["mixtral"])))
 
 
 @either

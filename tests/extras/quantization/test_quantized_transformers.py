@@ -22,10 +22,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from transformers.integrations import mxfp4
 from transformers.pytorch_utils import Conv1D
-from weight_kinds import needs_compiler
+from weight_kinds import needs_compiler, needs_interpreter
 
 from nanoserve import LLM, SamplingParams
-from nanoserve_extras.foreign.foreign_layers import Packed, PackedExpert
+from nanoserve_extras.foreign import foreign_layers
+from nanoserve_extras.foreign.foreign_layers import Packed, packed_expert
 from nanoserve_extras.quantization import formats
 
 PROMPTS = [[7, 200, 31, 4], [99] * 3 + [5, 17, 250, 33, 8, 121, 64, 2, 78, 3, 11, 90, 41, 6], [12]]
@@ -105,6 +106,20 @@ def test_experts_are_rounded_one_by_one_and_routers_stay(tmp_path, name, capfd):
     assert expected != reference(source)
     assert texts(source, quantization=quantization) == expected
     assert "Experts" not in capfd.readouterr().err  # they are not among what stays
+
+
+@pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize("name, quantization, in_graphs", [
+    ("gpt-oss", "int4", True), ("glm4-moe-lite", "int8", True),
+    ("nemotron-h", "int4", False)])  # states of Mamba 2 are in no graph
+def test_experts_are_multiplied_by_kernels_for_a_gpu(made, tmp_path, recorded, name, quantization,
+                                                     in_graphs):
+    """Transposed or not, with biases or without, with a gate or without."""
+    source = made[name] if name == "gpt-oss" else make(MIXTURES[name](), tmp_path / "dense")
+    expected = reference(rounded(source, tmp_path / "rounded", quantization))
+    assert texts(source, quantization=quantization, kernels="triton") == expected
+    assert bool(recorded) == in_graphs
 
 
 @pytest.mark.parametrize("form, quantization", [
@@ -209,15 +224,15 @@ def test_a_block_that_can_not_be_packed_is_tried_again_and_then_says_why(tmp_pat
     config = MODELS["glm4-moe-lite"]()
     config.mlp_layer_types = ["sparse"] * config.num_hidden_layers
     source = make(config, tmp_path / "source")
-    expected, calls, packing = texts(source, quantization="int8"), [], PackedExpert.of
+    expected, calls, packing = texts(source, quantization="int8"), [], packed_expert
 
-    def of(*rest):
+    def pack(*rest):
         calls.append(rest)
         if len(calls) in failing:  # some experts of the first layer are packed before
             raise MemoryError("no room for an expert")
         return packing(*rest)
 
-    monkeypatch.setattr(PackedExpert, "of", of)
+    monkeypatch.setattr(foreign_layers, "packed_expert", pack)
     failing = range(6, 99)
     with pytest.raises(MemoryError, match="^no room for an expert"):
         texts(source, quantization="int8")

@@ -55,9 +55,15 @@ def bounds(monkeypatch):
     return tensors
 
 
-def grouped(shape: tuple[int, int], size: int) -> tuple[TritonWeight, torch.Tensor]:
-    """A matrix of 4 bits as a checkpoint has it, and what it means in float32."""
-    drawn = Drawn(*shape, 4, 0, size)
+def random_weight(shape: tuple[int, int], size: int,
+                  seed: int = 0) -> tuple[TritonWeight, torch.Tensor]:
+    """A matrix of 4 bits as a checkpoint has it, or of 8, and what it means in float32."""
+    if size == 0:
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
+        scales = torch.rand(shape[0], 1, generator=generator)
+        return TritonWeight(values, scales, 0, shape[1]), values * scales
+    drawn = Drawn(*shape, 4, seed, size)
     one = join([Quantised(torch.from_numpy(drawn.q).byte(), torch.from_numpy(drawn.z).byte(),
                           torch.from_numpy(drawn.s).float(), size)])
     return TritonWeight.of(one, one.size, CPU), drawn.dense()
@@ -79,25 +85,52 @@ def test_every_tile_is_right_and_stays_in_its_bounds(size, line, rows, bounds, m
     """Of both architectures, a row less than full; sizes that no tile, byte or group divides."""
     monkeypatch.setattr(kernels_fused, "table_line", lambda device: line)
     shape, x = (70, 291), within(torch.randn(rows - 1, 291).half())
-    if size:
-        packed, weight = grouped(shape, size)
-        weight = weight.half()
-    else:
-        values, scales = torch.randint(-127, 128, shape).to(torch.int8), torch.rand(70, 1)
-        packed, weight = TritonWeight(values, scales, 0, 291), values.double() * scales.double()
+    packed, weight = random_weight(shape, size)
+    weight = weight.half() if size else weight
     packed = packed._replace(memory=within(packed.memory), heads=within(packed.heads))
     bias = within(torch.randn(70).half())
     bounds[:] = [x, bias, packed.memory, packed.heads]
     got = packed.linear(x, bias)
-    assert kernels.launch_for(x) is LAUNCHES[line, rows]
+    assert kernels.launch_for(x, len(x)) is LAUNCHES[line, rows]
     expected = x.double() @ weight.double().T + bias.double()
     assert (got - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("line, rows", [*TILES.values(), ("sm_75", 64)])  # it has none of 64
+@pytest.mark.parametrize("size", [0, 40])
+def test_each_expert_multiplies_its_own_rows(size, line, rows, bounds, monkeypatch):
+    """Some have none, one, as many as a tile, and more by one; the last tile may have few."""
+    monkeypatch.setattr(kernels_fused, "table_line", lambda device: line)
+    counts = [0, 1, rows + 1, 0, 3, rows, 0]
+    weights, dense = zip(*[random_weight((70, 291), size, seed) for seed in range(7)], strict=True)
+    packed = TritonWeight.stacked(weights)
+    packed = packed._replace(memory=within(packed.memory), heads=within(packed.heads))
+    x = within(torch.randn(sum(counts), 291).half())
+    starts = within(torch.tensor([0, *counts]).cumsum(0).to(torch.int32 if size else torch.int64))
+    bounds[:] = [x, starts, packed.memory, packed.heads]
+    got = packed.grouped(x, starts)
+    assert kernels.launch_for(x, -(-len(x) // 7)) is LAUNCHES.get((line, rows))
+    expected = torch.cat([some.double() @ (weight.half() if size else weight).double().T
+                          for some, weight in zip(x.split(counts), dense, strict=True)])
+    assert (got - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+def test_experts_that_a_file_keeps_in_other_bits_all_become_8():
+    """A group of another size, and a matrix that came dense: one launch takes matrices of a kind.
+    A row of 4 bits is rounded once more, by a 254th of its largest number at most."""
+    weights, dense = zip(*[random_weight((5, 64), size, size) for size in (32, 16, 0)], strict=True)
+    packed = TritonWeight.stacked(weights)
+    assert packed.size == 0 and packed.memory.shape == (3, 5, 64)
+    for memory, heads, weight in zip(packed.memory, packed.heads, dense, strict=True):
+        apart = (memory * heads - weight).abs() / weight.abs().amax(1, keepdim=True)
+        assert apart.max() <= 1 / 254 + 1e-6
+    assert torch.equal(packed.memory[2] * packed.heads[2], dense[2])
 
 
 @pytest.mark.parametrize("size", [32, 24, 200])
 def test_4_bits_are_kept_to_the_last_bit(size):
     """Each input alone in its row: the sum is one weight. Scales of float16 lose no bits."""
-    packed, dense = grouped((48, 160), size)
+    packed, dense = random_weight((48, 160), size)
     assert torch.equal(packed.linear(torch.eye(160), None).T, dense)
 
 
@@ -131,6 +164,11 @@ def test_a_weight_of_more_than_2_31_bytes(bounds):
     bounds[:] = [x, scales, *values]
     packed = TritonWeight(values, scales, 0, 64)
     torch.testing.assert_close(packed.linear(x, None).double(), expected, rtol=1e-5, atol=1e-5)
+    alone = values.as_strided((3, 1, 64), (apart, apart, 1))  # three experts of one row
+    experts = TritonWeight(alone, scales[:, None], 0, 64)
+    starts = torch.tensor([0, 0, 0, 2])
+    bounds.append(starts)
+    torch.testing.assert_close(experts.grouped(x, starts), packed.linear(x, None)[:, 2:])
 
 
 def test_a_product_of_nothing_is_the_bias():
@@ -145,11 +183,7 @@ def test_a_product_of_nothing_is_the_bias():
 def test_many_rows_are_multiplied_with_the_restored_matrix(size, dtype, bounds):
     """A row more than few; sizes that no tile divides, in two programs along the inputs."""
     shape = (7, 1291)
-    if size:
-        packed, weight = grouped(shape, size)
-    else:
-        values, scales = torch.randint(-127, 128, shape).to(torch.int8), torch.rand(7, 1)
-        packed, weight = TritonWeight(values, scales, 0, 1291), values * scales
+    packed, weight = random_weight(shape, size)
     packed = packed._replace(memory=within(packed.memory), heads=within(packed.heads))
     bounds[:] = [packed.memory, packed.heads]
     assert torch.equal(packed.restored(dtype), weight.to(dtype))
@@ -163,4 +197,4 @@ def test_every_architecture_has_every_tile():
                            for rows in (16, kernels.FEW)} - {("sm_75", kernels.FEW)}
     assert all(launch["M"] == rows for (_, rows), launch in LAUNCHES.items())
     for rows, tile in ((1, 16), (16, 16), (17, 64), (64, 64)):
-        assert kernels.launch_for(torch.empty(rows, 1).half())["M"] == tile
+        assert kernels.launch_for(torch.empty(rows, 1).half(), rows)["M"] == tile
