@@ -15,6 +15,7 @@ PAGE = read("course/from_naive.md")
 PROGRAMS = [f"course/naive_{i}.py" for i in range(1, 6)]
 
 
+@pytest.mark.full
 def test_five_programs_and_the_engine_write_the_same_and_waste_what_is_shown():
     """`table` compares the texts with each other; here one of them is compared with what
     transformers writes."""

@@ -54,6 +54,7 @@ def assert_engines_apart_write_what_one_writes(shown: str) -> None:
     assert shown == "".join(expected)
 
 
+@pytest.mark.full
 def test_verify_prints_what_is_shown():
     page = read("docs/models.md")
     command = re.search(r"`python (-m nanoserve verify nanoserve/.*?)`", page)[1]

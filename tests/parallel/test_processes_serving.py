@@ -10,10 +10,10 @@ from nanoserve.parallel.serving import HEAD
 pytestmark = looks_into_proc
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "overlap"])
-def llm(request, qwen3):
+@pytest.fixture(scope="module")
+def llm(qwen3):
     options = SMALL | dict(num_gpu_blocks_override=256, max_num_batched_tokens=3000)
-    with LLM(qwen3, **options, tensor_parallel_size=2, async_scheduling=request.param) as llm:
+    with LLM(qwen3, **options, tensor_parallel_size=2, async_scheduling=True) as llm:
         llm.check_every_step = True
         yield llm
 

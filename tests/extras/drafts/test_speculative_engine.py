@@ -26,7 +26,8 @@ GUESSERS = dict(
 
 @pytest.mark.parametrize("name, how, max_examples, ranks", [
     ("qwen3", "ngram", 15, 1), ("qwen3", "suffix", 15, 1), ("qwen3", "noisy", 20, 1),
-    ("mistral", "noisy", 15, 1), ("mistral", "other", 15, 1), ("qwen3", "noisy", 16, 2)])
+    ("mistral", "noisy", 15, 1), pytest.param("mistral", "other", 15, 1, marks=pytest.mark.full),
+    ("qwen3", "noisy", 16, 2)])
 def test_random_workloads_with_drafts(checkpoints, references, noisy, ranks_in_threads, name, how,
                                       max_examples, ranks):
     """The engine's random workloads, their engines and their oracles, now with guesses: chunks,

@@ -23,7 +23,8 @@ MODES = [  # each runs the prompts twice, and the second time finds them in the 
     # 10 blocks of 5 hold the longest text and little more: everybody else is preempted.
     dict(num_gpu_blocks_override=10, block_size=5, max_num_batched_tokens=33,
          async_scheduling=True)]
-WHO = [(name, "nanoserve" if name in OURS else "transformers") for name in SERVED]
+WHO = [pytest.param(name, "nanoserve" if name in OURS else "transformers",
+                    marks=[pytest.mark.full] * (name == "qwen3.5-moe")) for name in SERVED]
 
 
 @pytest.fixture(scope="session")

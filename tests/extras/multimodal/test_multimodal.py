@@ -288,7 +288,7 @@ def test_the_trace_tells_what_the_encoder_cache_holds(folders, seers, tmp_path):
         frame["v"][0] for frame in stream["frames"] if "v" in frame]
 
 
-@settings(max_examples=10, deadline=None,
+@settings(derandomize=True, max_examples=10, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_budget_or_block_size_changes_a_text(folders, seers, data):

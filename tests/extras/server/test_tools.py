@@ -134,7 +134,7 @@ def test_a_name_that_begins_like_another_is_told_when_it_is_whole(name):
 
 
 @every_format
-@settings(max_examples=20, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(data=st.data())
 def test_calls_come_back_as_the_template_wrote_them(name, data):
     many = 1 if not FORMATS[name].between else data.draw(st.integers(1, 2))
@@ -156,7 +156,7 @@ def test_calls_come_back_as_the_template_wrote_them(name, data):
 
 
 @every_format
-@settings(max_examples=12, deadline=None)
+@settings(derandomize=True, max_examples=12, deadline=None)
 @given(text=st.text("ab <>\n{[t/", min_size=1, max_size=20).map(lambda text: f"x{text}x"),
        thought=st.text("ab <>\n{[t/", max_size=20).map(lambda text: f"y{text}y"),
        cuts=st.lists(st.integers(0, 99), max_size=9), with_tools=st.booleans())
@@ -168,7 +168,7 @@ def test_thoughts_and_answers_come_back(name, text, thought, cuts, with_tools):
 
 
 @every_format
-@settings(max_examples=20, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_broken_text_is_read_alike_whole_and_character_by_character(name, data):
     """Calls are those of tools, with arguments that are JSON, whatever was written."""
@@ -344,7 +344,7 @@ class Letters:
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].thought])
-@settings(max_examples=20, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(stop=st.lists(st.sampled_from(["Q:", "<", "\n", "\n\n", "think", "</", "assistant", "final",
                                       "s", ">", "so <b>", " b", "|"]), min_size=1, max_size=2,
                      unique=True),
