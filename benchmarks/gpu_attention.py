@@ -258,7 +258,8 @@ def decode_splits(report: Report, size: SimpleNamespace, memory: torch.Tensor) -
     for name, heads in size.heads.items():
         for num_rows in size.batches:
             for context in size.contexts:
-                ours = kernels._num_splits(num_rows, heads[1], multiprocessors(DEVICE))
+                ours = kernels._num_splits(num_rows, heads[1], (
+                    kernels.SPLIT_PROGRAMS * multiprocessors(DEVICE)))
                 for splits in size.splits:
                     if report.left() < 5 and ON_GPU:
                         return rows

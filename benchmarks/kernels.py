@@ -70,6 +70,8 @@ def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
         found[f"split {about}"] = partial(call, num_decodes=8)
         found[f"few {about}"] = partial(call, num_few=8, group=4)
         found[f"prefill {about}"] = partial(call, num_chunks=1)
+    found["decode beside a long row"] = partial(
+        attend, dtype, 128, 16, num_decodes=300, width=600)
     # Gemma's, which have one loop more, and much more to compute.
     found["prefill window softcap"] = partial(attend, dtype, 128, 16, num_chunks=1, window=4096,
                                               softcap=50.0)

@@ -14,7 +14,9 @@ Dao et al. 2022):
 
 Decode is the same with one query: one source, two launches. Rows of a few queries, drafts that are
 checked, take a lower tile. Few rows with long contexts don't fill a GPU: their keys are split over
-programs whose results `_combine_kernel` joins (flash-decoding).
+programs whose results `_combine_kernel` joins (flash-decoding). Many rows do, but one that is much
+longer than the others would end long after them: it is split, too, while others leave the programs
+that are there for its parts at once.
 
 Invariant: a launch depends on shapes and on `num_decodes` alone, never on a length; what varies is
 read from the device. So a CUDA graph of a launch stays valid, and nothing is tuned at run time.
@@ -80,6 +82,9 @@ FEW = 16  # queries a row, on average, that are checked drafts and no chunk of a
 SPLIT_PROGRAMS = 2  # worth starting on each multiprocessor; 4 were slower (docs/LOG.md)
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
+# Of rows that fill the GPU, those with more keys than this are split. Most of these programs return
+# at once, so there may be more of them on each multiprocessor (reckoned, not measured).
+LONG_KEYS, LONG_PROGRAMS = 2048, 32
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
@@ -108,11 +113,14 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     def launch(phase: str, programs: int, out: torch.Tensor) -> None:
         """out: of the tokens that these programs compute, from first_token on."""
         first_token = 0 if phase == "decode" else num_decodes
-        splits, result, stats = 1, out, None
+        even, result, stats, most = 1, out, None, multiprocessors(q.device)
         if phase != "prefill" or longest > MIN_SPLIT_KEYS:
-            splits = _num_splits(programs, num_kv_heads, multiprocessors(q.device))
+            even = _num_splits(programs, num_kv_heads, SPLIT_PROGRAMS * most)
+        splits = even  # of any row, and of a long one
+        if phase != "prefill" and longest > 4 * LONG_KEYS:  # else joining takes more than it saves
+            splits = max(even, _num_splits(programs, num_kv_heads, LONG_PROGRAMS * most))
+        phase = "split" if phase == "decode" and even > 1 else phase
         if splits > 1:  # each gives a weighted sum, its highest score and its sum of weights
-            phase = "split" if phase == "decode" else phase
             shape, on = (splits, *out.shape[:2]), dict(dtype=torch.float32, device=q.device)
             result, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
         elif batch.is_padded:
@@ -121,10 +129,11 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         _attention_kernel[num_kv_heads, programs, splits](
             q, k_cache, v_cache, k_scales, v_scales, result, stats, sinks, last,
             batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, num_decodes, num_rows,
-            first_token, batch.block_tables.stride(0), scale * LOG2E.value, *q.stride()[:2],
+            first_token, even, batch.block_tables.stride(0), scale * LOG2E.value, *q.stride()[:2],
             *k_cache.stride()[:3], *result.stride()[-3:-1], result.stride(0), GROUP=group,
             HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SOFTCAP=softcap or 0.0,
-            DECODE=is_decode, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **tiles(phase), **FMA)
+            DECODE=is_decode, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, LONG_KEYS=LONG_KEYS, **tiles(phase),
+            **FMA)
         if splits > 1:
             _combine_kernel[num_heads, len(out)](
                 result, stats, out, None if is_decode else batch.cu_seqlens_q, num_rows,
@@ -141,15 +150,15 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     return out
 
 
-def _num_splits(num_tiles: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+def _num_splits(num_tiles: int, num_kv_heads: int, programs: int) -> int:
     """Over how many programs the keys of a tile, or of a row that decodes, are spread: a power of
-    two, from shapes alone.
+    two, from shapes alone. programs: as many as are worth starting.
 
-    On an H100 with 8 KV heads: 32 for one tile, 4 for 8, 2 for 16, and 1 from 32 on.
+    On an H100 with 8 KV heads: 32 for one tile, 4 for 8, 2 for 16, and 1 from 32 on; of a long row
+    16 beside 31 others, 2 beside 255.
     """
     if INTERPRETED:  # one program after the other: nothing to gain
         return 1
-    programs = SPLIT_PROGRAMS * num_multiprocessors
     wanted = min(programs // (num_tiles * num_kv_heads), MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
@@ -173,19 +182,19 @@ def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_int8: bo
 
 # Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of
 # an address in the batch's buffer, would otherwise compile another program.
-@triton.jit(do_not_specialize=["num_decodes", "num_rows", "first_token", "table_stride"],
+@triton.jit(do_not_specialize=["num_decodes", "num_rows", "first_token", "even", "table_stride"],
             do_not_specialize_on_alignment=["last_ptr", "tables_ptr", "seq_lens_ptr",
                                             "cu_seqlens_q_ptr"])
 def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, stats_ptr,
                       sinks_ptr, last_ptr, tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
-                      num_decodes, num_rows, first_token, table_stride, scale, q_stride_token,
-                      q_stride_head,
+                      num_decodes, num_rows, first_token, even, table_stride, scale,
+                      q_stride_token, q_stride_head,
                       kv_stride_block, kv_stride_slot, kv_stride_head, out_stride_token,
                       out_stride_head, out_stride_split,
                       GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DECODE: tl.constexpr,
-                      MIN_SPLIT_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      BLOCK_D: tl.constexpr):
+                      MIN_SPLIT_KEYS: tl.constexpr, LONG_KEYS: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Grid: (KV heads, decode rows or tiles of others, splits); KV heads are neighbours in memory
     and so run side by side. The result begins with that of first_token. With `stats_ptr` it is a
     split's, and not divided yet."""
@@ -225,10 +234,17 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
         free_end = (start + 1) // BLOCK_N * BLOCK_N
         if WINDOW > 0:
             free = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
-    if stats_ptr is not None:  # all splits take as many tiles but the last, which may have none
-        share = tl.maximum(tl.cdiv(end - first, tl.num_programs(2)), MIN_SPLIT_KEYS)
+    tokens -= first_token
+    if stats_ptr is not None:  # as many tiles each but for the last ones, which may have none
+        share = tl.maximum(tl.cdiv(end - first, even), MIN_SPLIT_KEYS)
+        share = tl.minimum(share, tl.maximum(tl.cdiv(end - first, tl.num_programs(2)), LONG_KEYS))
         first += split * tl.cdiv(share, BLOCK_N) * BLOCK_N
         end = tl.minimum(end, first + tl.cdiv(share, BLOCK_N) * BLOCK_N)
+        at = split * (out_stride_split // HEAD_DIM) + tokens * tl.num_programs(0) * GROUP + heads
+        if (split > 0) & (first >= end):
+            tl.store(stats_ptr + 2 * at + 1, tl.zeros((BLOCK_M,), tl.float32),
+                     mask=queries <= last_query)
+            return
 
     highest = tl.full((BLOCK_M,), -1e30, tl.float32)  # not -inf: inf - inf is NaN
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -255,9 +271,7 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
 
     if stats_ptr is None:
         acc = acc / tl.where(total == 0, 1, total)[:, None]  # no keys at all: a row of padding
-    tokens -= first_token
     if stats_ptr is not None:
-        at = split * (out_stride_split // HEAD_DIM) + tokens * tl.num_programs(0) * GROUP + heads
         tl.store(stats_ptr + 2 * at, highest, mask=queries <= last_query)
         tl.store(stats_ptr + 2 * at + 1, total, mask=queries <= last_query)
     tl.store(out_ptr + split * out_stride_split + tokens[:, None] * out_stride_token
@@ -349,8 +363,8 @@ def _combine_kernel(sums_ptr, stats_ptr, out_ptr, cu_seqlens_q_ptr, num_rows, fi
     """Join the splits of one head of a token. Grid: (heads, tokens from first_token on).
 
     sums: (splits, tokens, heads, head_dim); stats: (splits, tokens, heads, 2). A split without keys
-    has sum 0, total 0 and a highest score of -1e30; splits from num_splits on are treated as such,
-    and all of a token behind the last row's: nobody has written them. (A decode is no such token.)
+    has a total of 0, and may have written nothing else; splits from num_splits on are treated as
+    such, and all of a token behind the last row's. (A decode is no such token.)
     """
     head, token = tl.program_id(0), tl.program_id(1)
     splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
@@ -359,8 +373,9 @@ def _combine_kernel(sums_ptr, stats_ptr, out_ptr, cu_seqlens_q_ptr, num_rows, fi
         num_splits = tl.where(first_token + token < end, num_splits, 0)
     there = splits < num_splits
     at = (splits * tl.num_programs(1) + token) * tl.num_programs(0) + head
-    highest = tl.load(stats_ptr + 2 * at, mask=there, other=-1e30)
     total = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0)
+    there = there & (total != 0)
+    highest = tl.load(stats_ptr + 2 * at, mask=there, other=-1e30)
     weights = tl.exp2(highest - tl.max(highest, 0))  # (MAX_SPLITS,)
     sums = tl.load(sums_ptr + at[:, None] * HEAD_DIM + dims[None, :],
                    mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)

@@ -124,7 +124,8 @@ def test_loads_are_wide(report):
     for row in report:
         assert row["wide"] > 0, row
     for row in attention(report):
-        assert row["wide"] >= (6 if "in 8 bits" in row["case"] else 16), row
+        narrow = "in 8 bits" in row["case"] or row["arch"] == "sm_75"
+        assert row["wide"] >= (6 if narrow else 16), row
         scales = "few head 128 in 8 bits" in row["case"]  # of each of three loops
         assert row["narrow"] <= (12 if "block 64" in row["case"] else 72 if scales else 60), row
     for row in report:  # narrow: scales or words of groups, the bias, and a low tile of a weight

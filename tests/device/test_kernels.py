@@ -84,13 +84,15 @@ class Guarded:
 def attend(monkeypatch):
     """Runs the kernels on guarded memory, with a number of splits and a line of the table."""
 
-    def run(*args, splits=1, arch="sm_80"):
+    def run(*args, splits=1, long=1, arch="sm_80"):
         guarded = Guarded()
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "torch", guarded)
             patch.setattr(kernels, "table_line", lambda device: arch)
-            patch.setattr(kernels, "_num_splits", lambda *shapes: splits)
+            patch.setattr(kernels, "_num_splits", lambda tiles, heads, programs: (
+                splits if programs == 108 * kernels.SPLIT_PROGRAMS else long))
             patch.setattr(kernels, "MIN_SPLIT_KEYS", 64)
+            patch.setattr(kernels, "LONG_KEYS", 128)
             out = kernels.paged_attention(*args)
         guarded.check()
         return out
@@ -185,7 +187,7 @@ def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype
         seq_lens = [n + rng.choice((0, 1, rng.randrange(40, 260))) for n in query_lens]
         assert_equals_twins(
             attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size,
-            dtype, seed=seed, splits=splits, arch=rng.choice(("sm_75", "sm_80", "sm_90")),
+            dtype, seed=seed, splits=splits, arch=rng.choice(("sm_80", "sm_90")),
             window=rng.choice((None, rng.randrange(1, 150))), softcap=rng.choice((None, 3.0)),
             sinks=rng.choice((False, True)), image=rng.choice((0, 17, 70)))
 
@@ -258,13 +260,13 @@ def test_many_short_rows_find_their_tiles(attend):
 
 
 @pytest.mark.parametrize("heads, head_dim, dtype, how", [
-    ((8, 1), 64, torch.float16, dict()), ((5, 1), 32, torch.float32, dict(
+    ((8, 1), 64, torch.float16, dict(arch="sm_75")), ((5, 1), 32, torch.float32, dict(
         window=40, softcap=3.0, sinks=True, arch="sm_90")),
     ((4, 2), 32, torch.float32, dict(stored=torch.int8, window=70, arch="sm_90"))], ids=str)
 def test_rows_of_a_few_queries(attend, heads, head_dim, dtype, how):
     """Drafts of some rows beside decodes: a tile holds all queries of a row, or part of them."""
     rng, query_lens, seq_lens = random.Random(head_dim), [1, 2, 5, 25, 3], [99, 2, 260, 90, 66]
-    for splits in (1, 4) if how else (4,):
+    for splits in (1, 4) if len(how) > 1 else (4,):
         assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), heads, head_dim, 16,
                             dtype, splits=splits, **how)
 
@@ -285,6 +287,19 @@ def test_padding_behind_the_tokens_of_rows_with_drafts_yields_zeros(attend, spli
     got = attend(q, *caches, padded, 0.2, splits=splits)
     assert torch.equal(got[9:], torch.zeros(5, 4, 32, device=DEVICE))
     assert_close(got[:9], attend(q[:9], *caches, small, 0.2), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("splits, query_len, how", [
+    (1, 1, dict()), (2, 3, dict(sinks=True)), (1, 1, dict(window=200, stored=torch.int8)),
+    (1, 2, dict(window=390, softcap=3.0, image=70))], ids=str)
+def test_a_long_row_is_split_beside_short_ones(attend, splits, query_len, how):
+    """Its parts are of 128 keys; what a row without keys for a part would have written is NaN."""
+    rng, seq_lens = random.Random(splits), [9, 500, 128, 1, 129]
+    query_lens = [min(query_len, n) for n in seq_lens]
+    order = sorted(range(5), key=lambda row: query_lens[row] > 1)
+    query_lens, seq_lens = [query_lens[row] for row in order], [seq_lens[row] for row in order]
+    assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), (4, 2), 32, 16,
+                        splits=splits, long=4, **how)
 
 
 def test_large_scores_do_not_overflow(attend):
@@ -402,6 +417,12 @@ def test_a_launch_does_not_depend_on_lengths(monkeypatch):
         kernels.paged_attention(q, cache, cache, batch, 0.2)
     assert len(launches) == 12 and launches[:2] == launches[2:4] == launches[4:6]
     assert launches[6:8] == launches[8:10] == launches[10:] != launches[:2]
+    launches.clear()  # rows that fill the GPU: a long one may be among them, where tables are wide
+    q, batch = torch.zeros(256, 4, 32), make_batch([[1]] * 256, [1] * 256, [1] * 256)
+    for width in (512, 513):
+        batch.block_tables = torch.ones(256, width, dtype=torch.int32)
+        kernels.paged_attention(q, cache, cache, batch, 0.2)
+    assert [grid for _, grid, *_ in launches] == [(2, 256, 1), (2, 256, 4), (4, 256)]
 
 
 def test_the_number_of_splits(monkeypatch):
@@ -409,10 +430,12 @@ def test_the_number_of_splits(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     for multiprocessors in (20, 108, 132):
         wanted = kernels.SPLIT_PROGRAMS * multiprocessors
+        assert kernels.LONG_PROGRAMS * multiprocessors >= 2 * wanted
         for rows in range(1, 600):
             for kv_heads in (1, 2, 8, 32):
-                splits = kernels._num_splits(rows, kv_heads, multiprocessors)
+                splits = kernels._num_splits(rows, kv_heads, wanted)
                 assert splits in (1, 2, 4, 8, 16, 32)
                 assert splits == 1 or splits * rows * kv_heads <= wanted
                 assert splits == 32 or 2 * splits * rows * kv_heads > wanted
-    assert [kernels._num_splits(rows, 8, 132) for rows in (1, 8, 16, 32)] == [32, 4, 2, 1]
+    assert [kernels._num_splits(rows, 8, 2 * 132) for rows in (1, 8, 16, 32)] == [32, 4, 2, 1]
+    assert [kernels._num_splits(rows, 8, 32 * 132) for rows in (8, 32, 255)] == [32, 16, 2]

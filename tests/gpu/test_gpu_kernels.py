@@ -127,6 +127,11 @@ def test_a_turn_behind_a_long_prefix():
     check_attention((32, 8), 128, 16, torch.bfloat16, [(50, 30_000)])
 
 
+def test_a_long_row_beside_short_ones():
+    check_attention((32, 8), 128, 16, torch.bfloat16, [(1, 30_000)] + [(1, 500)] * 31)
+    check_attention((32, 8), 128, 16, torch.float16, [(1, 200), (5, 9000)] * 20, window=6000)
+
+
 def test_a_full_batch_of_decodes():
     rows = [(1, random.Random(i).randrange(1, 3000)) for i in range(256)]
     check_attention((16, 8), 128, 16, torch.bfloat16, rows)
