@@ -45,7 +45,6 @@ from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
 from nanoserve.extra import Extra
-from nanoserve.frontend.command import command
 from nanoserve.llm import LLM, read_model
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Step
@@ -354,8 +353,3 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{NEVER.strip()}: no text was preempted there, or no block loaded, so the row "
                   "shows nothing. Take more or longer prompts, or more tokens.")
     return 1 if wrong else code
-
-
-if __name__ == "__main__":
-    with command():
-        sys.exit(main())

@@ -39,7 +39,6 @@ from types import SimpleNamespace
 
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
 from nanoserve.extra import Extra
-from nanoserve.frontend.command import command
 from nanoserve.frontend.metrics import EngineMetrics
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.progress import say
@@ -329,8 +328,3 @@ def _cell(step: Step, seq: Sequence) -> str:
     text = f"{start}" if n == 1 else f"{start}..{start + n}"
     hit = f"hit {start}, " if start and seq in step.admitted else ""
     return hit + text + (" →" if seq in step.sampling else "")
-
-
-if __name__ == "__main__":
-    with command():
-        main()

@@ -74,8 +74,7 @@ def test_a_wrong_request_is_explained(request_):
 
 
 def test_the_command_runs_without_torch():
-    code = ("import runpy, sys; sys.argv = ['trace']; "
-            "runpy.run_module('nanoserve_extras.trace.trace', run_name='__main__'); "
+    code = ("import sys; from nanoserve.__main__ import main; main(['trace']); "
             "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)")
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert out.stdout.startswith("step  tokens")
