@@ -10,7 +10,7 @@ from string import ascii_lowercase
 from nanoserve.frontend.facts import Asked, Fact, Part, clash
 from nanoserve_extras.block_store.block_store import BlockStore
 from nanoserve_extras.drafts.speculative import Speculation
-from nanoserve_extras.foreign.foreign import ENCODER, FOREIGN, ForeignNetwork
+from nanoserve_extras.foreign.foreign import ENCODER, ForeignNetwork
 from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 from nanoserve_extras.lora.lora import LoRA
 from nanoserve_extras.multimodal.multimodal import Multimodal
@@ -50,7 +50,7 @@ FEATURES: dict[str, Part] = {
 
 
 def foreign(*more: Part) -> list[Part]:
-    return [Asked("transformers' network", FOREIGN, ForeignNetwork.needs), *more]
+    return [Asked("transformers' network", frozenset(), ForeignNetwork.needs), *more]
 
 
 KINDS: dict[str, list[Part]] = {
@@ -60,7 +60,7 @@ KINDS: dict[str, list[Part]] = {
     "hybrid": foreign(Recurrent()),
     "latent": foreign(),
     "multimodal": foreign(Multimodal(limit_mm_per_prompt={"image": 1})),
-    "encoder": [Asked("an encoder", FOREIGN | ENCODER, ForeignNetwork.needs), Pooling()],
+    "encoder": [Asked("an encoder", ENCODER, ForeignNetwork.needs), Pooling()],
 }
 
 

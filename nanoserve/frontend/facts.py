@@ -22,7 +22,6 @@ class Fact(Enum):
     """What holds for a plain engine: our own decoder with all of its weights on one CPU or GPU."""
 
     GENERATES = "it writes text"
-    OWN_NETWORK = "the network is nanoserve's own"
     OWN_LINEAR = "the linear layers are nanoserve's own"
     KV_ALONE = "KV blocks are all that a sequence keeps"
     PREFIX_CACHE = "KV blocks are kept for later prompts"

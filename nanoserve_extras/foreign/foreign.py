@@ -45,8 +45,7 @@ from nanoserve_extras.foreign.transformers_model import (
 )
 
 ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
-# What is untrue of a network that isn't ours, and beside that of an encoder.
-FOREIGN = frozenset([Fact.OWN_NETWORK])
+# What is untrue of an encoder.
 ENCODER = frozenset([Fact.GENERATES, Fact.GRAPHS, Fact.OWN_LINEAR, Fact.PREFIX_CACHE])
 
 
@@ -71,7 +70,7 @@ class ForeignNetwork(Extra):
 
     @property
     def ends(self) -> frozenset[Fact]:
-        return FOREIGN | ENCODER if self.is_encoder else FOREIGN
+        return ENCODER if self.is_encoder else frozenset()
 
     def prepare(self, plan: Plan) -> Plan:
         return replace(plan, network="transformers",

@@ -212,7 +212,8 @@ class TransformersModel(nn.Module):
             if isinstance(one, transformers.PreTrainedModel):
                 one.warn_if_padding_and_no_attention_mask = lambda *unused: None
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
-        self.stage = stage  # of several: a `ForeignStage`
+        self.disk = stage and stage.disk  # stage: a `ForeignStage`
+        self.stage = None if stage is None or stage.line.is_alone else stage
         # A few classes make the logits of all tokens: MiniCPM-V's.
         self.is_headless = False
         self.chooses = "logits_to_keep" in signature(network.forward).parameters
@@ -465,6 +466,8 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
             for one in block.parameters():
                 one.data = one.data.to(on.device, on.dtype)
             take_over(network, on, kept, config.sees, path)
+            if stage is not None:
+                stage.shelve(network, path)
 
     network = fill(asked, model_class, hf_config, folder, on.dtype, tensors, passed_over,
                    left_out if config.has_towers else None, config.quantization and partial(
@@ -473,6 +476,8 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
     if trial:
         return None
     if stage is not None:
+        for path in stage.on_disk:
+            done(network, path)
         stage.take(network)
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
     return make(network, config, on, left_out=sum(left_out), kept=kept, stage=stage)

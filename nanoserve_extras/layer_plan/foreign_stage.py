@@ -26,6 +26,7 @@ from torch import nn
 
 from nanoserve.checkpoint.loader import Tensors
 from nanoserve_extras.foreign.transformers_model import Probe
+from nanoserve_extras.layer_plan.layer_disk import Disk
 
 NUM_MADE_UP = 64  # different rows of a stream that is made up
 
@@ -55,6 +56,7 @@ class ForeignStage:
 
     def __init__(self, line, num_layers: int):
         self.line, self.num_layers, self.here = line, num_layers, line.place.layers
+        self.disk = Disk() if line.place.on_disk else None
         self.made_up = torch.randn(NUM_MADE_UP, line.row.shape[1],
                                    generator=torch.Generator().manual_seed(0)).to(line.row)
         self.stream = self.made_up  # what the layers here read, or what is behind the last one
@@ -71,14 +73,17 @@ class ForeignStage:
         if len(found) != 1:
             raise ValueError(f"{type(network).__name__} has no list of {self.num_layers} layers, "
                              "of which ranks could have a part: leave layer_plan out")
-        [(self.name, layers)], this = found, weakref.proxy(self)  # weak: no circle with weights
-        self.network = weakref.proxy(network)
+        [(self.name, layers)], self.ends = found, list[str]()
+        self.on_disk = {f"{paths[decoder]}.{self.name}.{i}".lstrip("."): i
+                        for i in self.line.place.on_disk}
+        if self.line.is_alone:
+            return
+        self.network, this = weakref.proxy(network), weakref.proxy(self)  # weak: no circle
         self.hollow = nn.ModuleList(Hollow(layer, partial(ForeignStage.pass_by, this, i))
                                     for i, layer in enumerate(layers))
         setattr(decoder, self.name, nn.ModuleList(
             layer if i in self.here else self.hollow[i] for i, layer in enumerate(layers)))
         layers[self.here[-1]].register_forward_hook(self.leave)
-        self.ends: list[str] = []
         if self.line.stage:
             layers[self.here[0]].register_forward_pre_hook(self.enter, with_kwargs=True)
             for one in (network.get_input_embeddings(), network.get_output_embeddings()):
@@ -96,6 +101,15 @@ class ForeignStage:
     def pass_over(self, tensors: Tensors) -> Tensors:
         """Without those of other stages, of which nothing is read."""
         return (one for one in tensors if self.has(one[1]))
+
+    def shelve(self, network: nn.Module, path: str) -> None:
+        """What is at this path has been packed: if it is a layer that is to be on disk, move it
+        there, or what is left of it."""
+        if path in self.on_disk:
+            layer = network.get_submodule(path)
+            if not hasattr(layer, "shelf"):
+                self.disk.take(layer, self.on_disk[path])
+            layer.shelf.finish_loading()
 
     def agree(self, architecture: str, reason: str) -> None:
         """Behind the trial on all ranks. Raises `ValueError` on all of them. reason: for which it

@@ -21,6 +21,7 @@ itself can't be mapped: its layout is not the one that a CPU multiplies with.
 import mmap
 import os
 import time
+from bisect import insort
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -72,21 +73,28 @@ def in_file(file, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Ten
 
 
 class Shelf(nn.Module):
-    """The last part of a layer: it moves to the file what the parts before it have packed."""
+    """The last part of a layer: it moves to the file what the parts before it have packed, and what
+    is large and never packed. index: of the layer."""
 
-    def __init__(self, layer: nn.Module, file):
+    def __init__(self, layer: nn.Module, file, index: int):
         super().__init__()
-        self.file, self.maps = file, list[tuple[mmap.mmap, torch.Tensor]]()
-        self.parts = [part for part in layer.modules() if hasattr(part, "packed")]
+        self.file, self.maps, self.index = file, list[tuple[mmap.mmap, torch.Tensor]](), index
+        self.parts = [part for part in layer.modules() if part is not layer]
 
     def finish_loading(self) -> None:
         for part in self.parts:
-            part.packed = self.moved(part.packed)
+            if hasattr(part, "packed"):
+                part.packed = self.moved(part.packed)
+            for weight in part.parameters(recurse=False):  # it stays the object that others know
+                if (moved := self.moved(weight)) is not weight:
+                    weight.data, weight.is_on_disk = moved, True
         self.give_back()
 
     def moved(self, value):
         """The same with its large tensors in the file: a tensor, or what consists of some."""
-        if isinstance(value, torch.Tensor) and value.nbytes >= SMALL:
+        if isinstance(value, torch.Tensor):
+            if value.nbytes < SMALL or hasattr(value, "is_on_disk"):
+                return value
             with room_for(value.nbytes):
                 tensor, memory = in_file(self.file, tuple(value.shape), value.dtype)
             self.maps.append((memory, tensor))
@@ -126,11 +134,11 @@ class Disk:
         self.reading: dict[Shelf, Future] = {}
         self.num_bytes, self.seconds_waited = 0, 0.0
 
-    def take(self, layer: nn.Module) -> None:
-        """A layer more. Nothing here refers to the layer itself: in a circle, a forgotten engine
-        would keep it."""
-        shelf = Shelf(layer, self.file)
-        self.shelves.append(shelf)
+    def take(self, layer: nn.Module, index: int) -> None:
+        """A layer more, in any order. Nothing here refers to the layer itself: in a circle, a
+        forgotten engine would keep it."""
+        shelf = Shelf(layer, self.file, index)
+        insort(self.shelves, shelf, key=lambda one: one.index)
         layer.register_forward_pre_hook(lambda *_: self.begin(shelf))
         layer.register_forward_hook(lambda *_: self.end(shelf))
         layer.shelf = shelf  # the last part, so that loaders finish it behind the others

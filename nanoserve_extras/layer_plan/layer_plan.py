@@ -188,7 +188,7 @@ class Stage(Decoder):
             self.elsewhere += AT_RANK_0
         self.disk = Disk() if plan[stage].on_disk else None
         for i in plan[stage].on_disk:
-            self.disk.take(self.layers[i])
+            self.disk.take(self.layers[i], i)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
@@ -266,8 +266,8 @@ class LayerPlan(Extra):
 
     @property
     def needs(self) -> frozenset[Fact]:
-        return frozenset([Fact.ON_CPU, *([Fact.GENERATES, Fact.KV_ALONE] if self.is_staged
-                                         else [Fact.OWN_NETWORK])])
+        return frozenset([Fact.ON_CPU, Fact.OWN_LINEAR,
+                          *[Fact.GENERATES, Fact.KV_ALONE] * self.is_staged])
 
     @property
     def ends(self) -> frozenset[Fact]:
@@ -283,13 +283,13 @@ class LayerPlan(Extra):
         if len(self.plan) > 1 and config.async_scheduling and config.tensor_parallel_size > 1:
             raise ValueError("async_scheduling=True does not go together with stages of several "
                              "ranks: leave it out, or tensor_parallel_size")
-        if plan.parts.make_network is not None and plan.parts.make_adapters is not None:
+        make, builder = plan.parts.make_network, Builder(self.plan, plan.parts.traced)
+        if make is not None and plan.parts.make_adapters is not None and len(self.plan) > 1:
             raise ValueError("enable_lora does not go together with stages of transformers' "
                              "network: leave one of the two out")
         if self.options.max_wait and not any(place.on_disk for place in self.plan):
             raise ValueError(f"max_wait={self.options.max_wait} is for layers on disk: leave it "
                              "out, or put some there with layer_plan={'disk': n}")
-        builder, make = Builder(self.plan, plan.parts.traced), plan.parts.make_network
         return replace(plan, parts=replace(
             plan.parts, decoder=builder,
             make_network=make and partial(make, make_stage=builder.foreign),

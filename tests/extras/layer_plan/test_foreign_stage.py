@@ -1,41 +1,48 @@
-"""Stages of transformers' networks: text for text what transformers writes, and to the last bit
-what one rank gives.
+"""Stages, and layers on disk, of transformers' networks: text for text what transformers writes,
+and to the last bit what one rank gives with all layers in memory.
 
 Ranks are threads here, which load one after the other: transformers sets torch's defaults
 meanwhile, and all threads share these.
 """
 
-from threading import Lock
+from functools import partial
+from threading import RLock
 
 import pytest
-from architectures import ARCHITECTURES, Made, assert_parity, texts_by
+from architectures import ARCHITECTURES, Made, assert_parity, make, texts_by
+from hybrids import HYBRIDS
 from test_layer_plan import SMALL, both, texts
 
 from nanoserve import LLM
-from nanoserve_extras.foreign import foreign_weights
+from nanoserve_extras.foreign import foreign_weights, transformers_model
+from nanoserve_extras.layer_plan import layer_disk
 from nanoserve_extras.layer_plan.foreign_stage import ForeignStage
+from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 
-PROMPTS = [list(range(60, 100)), [7, 9, 200], [*range(60, 81), 5, 6], list(range(3, 19))]
+PROMPTS = [list(range(60, 100)), [7, 9, 200], [*range(60, 81), 5, 6]]
 # In chunks, and with so few blocks that one long text preempts the others.
-SEVERAL = dict(dtype="float32", device="cpu", model_impl="transformers", pipeline_parallel_size=2,
-               num_gpu_blocks_override=12, block_size=5, max_num_batched_tokens=11, max_num_seqs=6)
+OPTIONS = dict(dtype="float32", device="cpu", model_impl="transformers", num_gpu_blocks_override=12,
+               block_size=5, max_num_batched_tokens=22, max_num_seqs=6)
+SEVERAL = OPTIONS | dict(pipeline_parallel_size=2)
 READ_MORE = ["gemma4"]  # the embedding, in each layer
 
 
 @pytest.fixture(autouse=True)
 def in_threads(ranks_in_threads, monkeypatch):
-    make, lock = foreign_weights.make_network, Lock()
+    lock = RLock()
 
-    def one_by_one(*args):
+    def one_by_one(function, *args):
         with lock:
-            return make(*args)
+            return function(*args)
 
-    monkeypatch.setattr(foreign_weights, "make_network", one_by_one)
+    for module, name in ((foreign_weights, "make_network"), (transformers_model, "take_over")):
+        monkeypatch.setattr(module, name, partial(one_by_one, getattr(module, name)))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict:
-    return Made(tmp_path_factory.mktemp("stages"))
+    return Made(tmp_path_factory.mktemp("stages"), lambda name, folder: make(
+        (ARCHITECTURES | HYBRIDS)[name](), folder))
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +59,38 @@ def test_text_equals_transformers(name, made, texts_of):
         assert_parity(llm, PROMPTS, texts_of(name), name)
 
 
+@pytest.fixture
+def everything(monkeypatch):
+    """Also small tensors, as those of the tests are, go to the file."""
+    monkeypatch.setattr(layer_disk, "SMALL", 0)
+
+
+@pytest.mark.parametrize("name", [
+    one if one == "qwen3.5" else pytest.param(one, marks=pytest.mark.full)
+    for one in ARCHITECTURES | HYBRIDS])
+def test_layers_on_disk_change_no_text(name, made, texts_of, everything):
+    with LLM(made[name], **OPTIONS, layer_plan={"disk": 2}) as llm:
+        assert_parity(llm, PROMPTS, texts_of(name), name)
+        first, second, *_ = llm.runner.model.disk.shelves
+        assert first.num_bytes and second.num_bytes
+        assert llm.extra(LayerPlan).metrics()[0].value > first.num_bytes
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name, options, stages", [
     ("qwen3", {}, dict(pipeline_parallel_size=2)),
+    ("gemma3", dict(dtype="bfloat16"), dict(layer_plan=[{"device": 1, "disk": 1}, {"disk": 1}])),
     ("gemma3", dict(max_num_batched_tokens=11, max_num_seqs=6), dict(layer_plan=[1, 1, 1])),
     ("gemma2", dict(num_gpu_blocks_override=12, max_model_len=190, max_num_seqs=20),
      dict(layer_plan=[1, 2])),
     ("mixtral", dict(quantization="int8"), dict(layer_plan=[2, 1])),
+    ("mixtral", dict(quantization="int4"), dict(layer_plan={"disk": 2})),
     ("qwen3-tied", dict(quantization="int4", dtype="bfloat16"), dict(layer_plan=[2, 1])),
+    ("qwen3-tied", dict(quantization="int8"), dict(layer_plan={"disk": 3})),
     ("llama3.1", dict(speculative_config=dict(method="ngram", num_speculative_tokens=3)),
      dict(layer_plan=[2, 1]))], ids=str)
-def test_not_one_bit_is_another_than_on_one_rank(name, options, stages, checkpoints, prompts):
+def test_not_one_bit_is_another_than_on_one_rank(name, options, stages, checkpoints, prompts,
+                                                 everything):
     one, several = both(checkpoints[name], prompts[2:5], options | dict(model_impl="transformers"),
                         stages)
     assert one == several
@@ -105,12 +133,12 @@ def test_a_rank_has_its_layers_and_no_others(checkpoints, monkeypatch):
 
 
 @pytest.mark.full
-def test_layers_move_and_weights_are_replaced(checkpoints, prompts):
+def test_layers_move_and_weights_are_replaced(checkpoints, prompts, everything):
     folder, options = checkpoints["qwen3"], SMALL | dict(model_impl="transformers")
     with LLM(folder, **options) as llm:
         expected = [one[1:3] for one in texts(llm, prompts[3:5])]
     with LLM(folder, **options, layer_plan=[1, 2]) as llm:
-        llm.deploy([2, 1])
+        llm.deploy([2, {"disk": 1}])
         assert [one[1:3] for one in texts(llm, prompts[3:5])] == expected
         llm.sleep()
         llm.wake_up()

@@ -65,7 +65,9 @@ def mappings() -> list[str]:
 
 
 @looks_into_proc
-def test_memory_is_held_and_given_back(tmp_path):
+@pytest.mark.parametrize("model_impl", ["auto", pytest.param("transformers",
+                                                             marks=pytest.mark.full)])
+def test_memory_is_held_and_given_back(model_impl, tmp_path):
     """80 MB of layers take less than half of it from the start on; what has computed is given
     back at once; and with the engine the file is gone, without Python's garbage collector."""
     config = SIZES | GQA | dict(
@@ -76,7 +78,8 @@ def test_memory_is_held_and_given_back(tmp_path):
     gc.disable()
     try:
         with LLM(tmp_path, load_format="dummy", skip_tokenizer_init=True, device="cpu",
-                 num_gpu_blocks_override=16, layer_plan={"disk": 4}) as llm:
+                 num_gpu_blocks_override=16, layer_plan={"disk": 4},
+                 model_impl=model_impl) as llm:
             disk = llm.runner.model.disk
             assert sum(shelf.num_bytes for shelf in disk.shelves) > 80e6
             for _ in range(3):
