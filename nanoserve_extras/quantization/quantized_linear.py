@@ -35,6 +35,7 @@ import torch.nn.functional as F
 
 from nanoserve.device.build import load
 from nanoserve.device.library import functions_of
+from nanoserve.device.memory import return_freed_memory
 from nanoserve.device.memory import zeros as mapped_zeros
 from nanoserve.layers import Embedding, Linear, Placement, Span
 
@@ -180,6 +181,7 @@ def in_portions(whole: torch.Tensor | Quantised, size: int) -> Iterator[tuple[sl
             yield rows, whole.some(rows)
         else:
             yield rows, round_groups(whole[rows], size) if size else round_rows(whole[rows])
+    return_freed_memory()  # glibc does not find an aligned piece of its heap again
 
 
 # ---------------------------------------------------------------- packed weights

@@ -12,8 +12,8 @@ compressed-tensors stores them; the last line says how much that changes.
 Invariants: the folder is there whole, or not at all. Every number of the file is in the network,
 and every entry of its metadata is known. A network that the engine would refuse is refused before
 weights are read. Where both fit into half of the free memory in float32, the engine has written a
-text from the folder before it has its name, which is that of transformers. In memory are no more
-than a tensor as it is written and the shard before it.
+text from the folder before it has its name, which is that of transformers. In memory is no more
+than a shard, once more as the bytes that safetensors writes.
 
 llama.cpp computes with blocks as they are: some thirty kinds, each with products of its own.
 """
@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import nanoserve
 from nanoserve.device.build import cache_folder, digest
-from nanoserve.device.memory import free_cpu_memory
+from nanoserve.device.memory import free_cpu_memory, return_freed_memory
 from nanoserve.frontend.progress import say
 from nanoserve.llm import read_model
 from nanoserve_extras.engine_args import EngineArgs
@@ -195,7 +195,9 @@ def write_weights(folder: Path, found: list[Source], dtype: torch.dtype,
     for number, shard in enumerate(shards(found, dtype, quantization, squares)):
         save_file(shard, folder / f"model-{number:05}.safetensors", {"format": "pt"})
         files |= dict.fromkeys(shard, f"model-{number:05}.safetensors")
-    if len(shard) == len(files):
+        shard.clear()  # before the next one is made
+        return_freed_memory()
+    if number == 0:
         Path(folder, *{*files.values()}).replace(folder / "model.safetensors")
     else:
         Path(folder, "model.safetensors.index.json").write_text(json.dumps(

@@ -93,6 +93,22 @@ def test_an_index_names_the_files_and_others_are_ignored(copy_of):
     load(single)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_matrices_of_one_layer_alone_wait_to_be_packed(checkpoints, name):
+    """All of the model waited, and was there twice for a while."""
+    model, config = empty_model(checkpoints[name])
+    waited = []
+
+    def watched():
+        for one in loader.stored_tensors(checkpoints[name]):
+            waited.append({path.split(".")[0] for path, weight in model.layers.named_parameters()
+                           if weight.dim() > 1 and not weight.is_meta})
+            yield one
+
+    load_weights(model, config, checkpoints[name], tensors=watched())
+    assert max(map(len, waited)) == 1 and not waited[-1]
+
+
 def test_weights_are_converted_to_the_engines_dtype(checkpoints):
     """But for those of norms, which are computed in float32 whatever the dtype."""
     llm = LLM(checkpoints["qwen3"], dtype="bfloat16", kernels="torch", num_gpu_blocks_override=16)
