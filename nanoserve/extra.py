@@ -74,8 +74,8 @@ class Extra:
         """Raise `RuntimeError` if no request can be served now. Called before each is made."""
 
     def check(self, request: Any) -> None:
-        """Check a `Request` and make what it asks for (a grammar, an adapter). Called in its
-        caller's thread before it is queued; raises `ValueError`."""
+        """Check a `Request`, and put what it asks for (a grammar, say) into `request.made[self]`.
+        Called in its caller's thread before it is queued; raises `ValueError`."""
 
     def added(self, request: Any) -> None:
         """Note a `Request`'s sequences. Called when they are queued, between two steps."""

@@ -21,7 +21,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -101,7 +100,6 @@ class ThinkingBudget(Extra):
 
     def __init__(self):
         super().__init__()
-        self.asked: WeakKeyDictionary[Request, Thought] = WeakKeyDictionary()  # by new requests
         self.thoughts: dict[Sequence, Thought] = {}
         self.due: dict[Sequence, Thought] = {}  # may meet their budget's end in the next step
         self.form_of = lru_cache(maxsize=8)(self._form_of)
@@ -146,11 +144,11 @@ class ThinkingBudget(Extra):
         if form.thought not in self.tokenizer.decode(closing) or max(closing) >= self.vocab_size:
             raise ValueError(f"thinking_token_budget={most}: the model has no tokens for "
                              f"{form.thought!r}, which ends a thought: leave it out")
-        self.asked[request] = Thought(self, most, (form.think, form.thought), closing,
-                                      is_begun=reader.state == "thinks")
+        request.made[self] = Thought(self, most, (form.think, form.thought), closing,
+                                     is_begun=reader.state == "thinks")
 
     def added(self, request: Request) -> None:
-        if (thought := self.asked.pop(request, None)) is not None:
+        if (thought := request.made.get(self)) is not None:
             for seq in request.sequences:
                 n = seq.num_prompt_tokens
                 self.thoughts[seq] = replace(thought, num_read=n, start=n)

@@ -18,7 +18,7 @@ with a second table of requests; but what has been told to a caller is a fact ab
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import xxhash
@@ -63,6 +63,7 @@ class Request:
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
     chat_template: str | None = None  # it wrote the prompt; None: the tokenizer's own, if any
     make_span: Callable | None = None  # says where in a sample's text stop strings hold
+    made: dict[object, Any] = field(default_factory=dict)  # by extra: what it has made of this
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen

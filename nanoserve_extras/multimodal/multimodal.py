@@ -427,7 +427,6 @@ class Multimodal(Extra):
 
     def attach(self, engine: LLMEngine) -> None:
         self.block_size = engine.config.block_size
-        self.waiting: weakref.WeakKeyDictionary[Request, Shown] = weakref.WeakKeyDictionary()
         self.shown: dict[Sequence, Shown] = {}
         self.most_tokens = engine.config.max_num_batched_tokens
         self.most_rows = engine.config.max_num_seqs
@@ -454,12 +453,12 @@ class Multimodal(Extra):
                 raise ValueError(f"an image of {size} tokens is computed in one step, beside up to "
                                  f"{self.most_rows - 1} other requests: raise "
                                  f"max_num_batched_tokens={self.most_tokens} to {longest}")
-        self.waiting[request] = shown
+        request.made[self] = shown
 
     # ------------------------------------------------------ the life of a request
 
     def added(self, request: Request) -> None:
-        if (shown := self.waiting.pop(request, None)) is not None:
+        if (shown := request.made.get(self)) is not None:
             self.shown.update(dict.fromkeys(request.sequences, shown))
 
     def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:

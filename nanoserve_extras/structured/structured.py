@@ -28,7 +28,6 @@ from collections import ChainMap
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -344,7 +343,6 @@ class StructuredOutput(Extra):
     def __init__(self):
         super().__init__()
         self.constraints: dict[Sequence, Grammar] = {}  # rank 0's sampler reads them, too
-        self.compiled: WeakKeyDictionary[Request, Grammar] = WeakKeyDictionary()  # for new requests
         self.grammars: Grammars | None = None  # made for the first request of this kind
         self.step = self.num_free = -1
 
@@ -365,11 +363,11 @@ class StructuredOutput(Extra):
             return
         if self.grammars is None:
             self.grammars = Grammars(self.tokenizer, self.vocab_size)
-        self.compiled[request] = self.grammars.compile(
+        request.made[self] = self.grammars.compile(
             params.structured_outputs, request.eos_ids.union(params.stop_token_ids))
 
     def added(self, request: Request) -> None:
-        if (grammar := self.compiled.pop(request, None)) is not None:
+        if (grammar := request.made.get(self)) is not None:
             if not self.constraints:  # ahead of a drafter, whose tokens are only guesses
                 self.engine.add(self.forced, first=True)
             self.constraints.update({seq: grammar.fresh() for seq in request.sequences})

@@ -181,7 +181,7 @@ def test_an_image_is_encoded_once(folders, seers):
         for one, other in zip(outs[:2], outs[2:], strict=True):
             assert [s.token_ids for s in one.outputs] == [s.token_ids for s in other.outputs]
         extra = llm.extra(Multimodal)
-        assert not extra.shown and not extra.waiting
+        assert not extra.shown
         held = [weakref.ref(features) for features in extra.encoder.held.values()]
     assert len(held) == 2 and all(one() is None for one in held)
 
