@@ -23,6 +23,7 @@ steps by itself, as in a server; a loop can be followed in a debugger.
 """
 
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,7 @@ class LLMEngine:
         self.num_arrived, self.names = 0, count(1)  # names: of requests that come without one
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         for extra in extras:
+            extra.engine = weakref.proxy(self)
             extra.attach(self)
         self.hooks.keep(self.extras)
 
@@ -96,6 +98,7 @@ class LLMEngine:
                              "made without it: make the engine with extras=[...]")
         with self.turns:
             check_added(extra, [*self.parts, *self.extras])
+            extra.engine = weakref.proxy(self)
             extra.attach(self)  # an error in it leaves the engine as it was
             self.extras.insert(0 if first else len(self.extras), extra)
             self.hooks.keep(self.extras)

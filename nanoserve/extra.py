@@ -40,13 +40,14 @@ class Extra:
     Options: the class of its options. name: as the user asked for it, for messages. needs, ends:
     the facts that must be true with it, and those that are untrue with it (frontend/facts.py).
     takes: the fields of a request that it honours (`request.HANDED_ON`). All of them are known
-    before `prepare`.
+    before `prepare`. engine: the `LLMEngine`, weakly, since it holds this object; from `attach` on.
     """
 
     Options: type[Options] = Options
     needs: frozenset[Fact] = frozenset()
     ends: frozenset[Fact] = frozenset()
     takes: tuple[str, ...] = ()
+    engine: Any
 
     def __init__(self, **options: Any):
         """Its options are a record with rules, as the engine's own (frontend/rules.py)."""
@@ -65,8 +66,8 @@ class Extra:
         return plan
 
     def attach(self, engine: Any) -> None:
-        """Keep what is needed of the `LLMEngine`, weakly, since it holds this object. Called once,
-        when runner and scheduler are there, or by `engine.add`."""
+        """Make what needs the `LLMEngine`, and keep nothing that holds it. Called once, when runner
+        and scheduler are there, or by `engine.add`."""
 
     # ------------------------------------------------------------------ requests
 

@@ -26,7 +26,6 @@ trainer's layout to ours.
 """
 
 import gc
-import weakref
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import fields, replace
@@ -69,7 +68,6 @@ class NewWeights(Extra):
         return replace(plan, parts=replace(plan.parts, calls=calls))
 
     def attach(self, engine: LLMEngine) -> None:
-        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
         self.folder: Path | None = engine.runner.folder  # None: the weights are a trainer's tensors
         self.gone: set[str] = set()  # those of `PARTS` that were given back
         self.are_lost = False  # no weights, and nothing to bring them back from

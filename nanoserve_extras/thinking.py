@@ -15,7 +15,6 @@ forms of a chat have. Known limits: a character of several tokens may be cut by 
 a model may think again where its format has a place for that (gpt-oss's), which is not counted.
 """
 
-import weakref
 from collections import ChainMap
 from copy import copy
 from dataclasses import dataclass, replace
@@ -111,7 +110,6 @@ class ThinkingBudget(Extra):
             plan.parts, constraints=plan.parts.constraints.new_child(self.due)))
 
     def attach(self, engine: LLMEngine) -> None:
-        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
         self.others = ChainMap(*(one for one in engine.runner.parts.constraints.maps
                                  if one is not self.due))
 

@@ -22,7 +22,6 @@ row's rules there, and all that is counted for it.
 """
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -297,7 +296,6 @@ class LayerPlan(Extra):
             calls=plan.parts.calls | {DEPLOY: rebuild}))
 
     def attach(self, engine: LLMEngine) -> None:
-        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
         self.follow(self.plan)
 
     def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:

@@ -20,7 +20,6 @@ Names are vLLM's (`PoolingParams`, `pooling_task`).
 """
 
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +30,7 @@ import torch.nn.functional as F
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend import rules
 from nanoserve.frontend.facts import Fact
@@ -212,9 +211,6 @@ class Pooling(Extra):
             parts = replace(parts, make_network=partial(make_headless, parts.make_network))
         return replace(plan, parts=parts,
                        make_inputs=partial(PoolingInputs, self.pooler))
-
-    def attach(self, engine: LLMEngine) -> None:
-        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
 
     # ------------------------------------------------------ offline batches
 

@@ -353,7 +353,6 @@ class StructuredOutput(Extra):
 
     def attach(self, engine: LLMEngine) -> None:
         self.num_drafts = engine.runner.parts.num_drafts
-        self.engine = weakref.proxy(engine)  # weak: the engine holds this object
         self.forced = Forced(self)
 
     def check(self, request: Request) -> None:
