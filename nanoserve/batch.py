@@ -88,6 +88,7 @@ class Batch:
     network: int = 0  # see `Step`
     graph: tuple[int, ...] = ()  # the `Size` that is replayed, on all ranks
     has_controls: bool = False  # in such a step logits are edited or scored, which no graph does
+    is_greedy: bool = False  # in such a step each row takes its likeliest token
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
     is_padded: bool = False  # for a graph whose rows may have several tokens: no row is a decode
 
@@ -95,8 +96,8 @@ class Batch:
     def views(cls, host: np.ndarray, device: torch.Tensor, sections: Iterable[str]) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
         names = list(sections)
-        end, *lengths, network, has_controls = host[:len(names) + 3].tolist()
-        graph = tuple(host[len(names) + 3:][:GRAPH].tolist())
+        end, *lengths, network, has_controls, is_greedy = host[:len(names) + 4].tolist()
+        graph = tuple(host[len(names) + 4:][:GRAPH].tolist())
         views = dict(zip(names, device[HEADER:end].split(lengths), strict=True))
         places = pairwise(accumulate(lengths, initial=HEADER))
         host_views = {name: host[i:j] for name, (i, j) in zip(names, places, strict=True)}
@@ -109,6 +110,7 @@ class Batch:
         views["block_tables"] = views["block_tables"].view(num_rows, -1 if num_rows else 0)
         return cls(**views, host=host_views, network=network, extra=extra,
                    graph=graph if graph[0] else (), has_controls=bool(has_controls),
+                   is_greedy=bool(is_greedy),
                    num_decodes=int(np.count_nonzero(query_lens <= 1)),  # 0 in rows of padding
                    num_unknown=int(np.count_nonzero(host_views["input_ids"] < 0)),
                    query_lens=query_lens.tolist(), seq_lens_host=host_views["seq_lens"].tolist())
@@ -127,7 +129,8 @@ class Batch:
 
 SECTIONS = {one.name: one.metadata["section"] for one in fields(Batch) if one.metadata}
 # The header: where the last section ends, each one's length, the network, whether a row has
-# controls, the graph. Its length is even, and has room for the sections of extras.
+# controls and whether all are greedy, the graph. Its length is even, and has room for the sections
+# of extras.
 HEADER, GRAPH = 32, 5
 PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.per == "params"])
 
@@ -220,8 +223,9 @@ class BatchBuilder:
             at += length
             lengths.append(length)
         has_controls = not step.network and any(seq.request.has_controls for seq in step.sampling)
-        host[:len(lengths) + 3] = [at, *lengths, step.network, has_controls]
-        host[len(lengths) + 3:][:GRAPH] = size or 0
+        is_greedy = not (has_controls or numbers["temperature"].any()) or step.network
+        host[:len(lengths) + 4] = [at, *lengths, step.network, has_controls, is_greedy]
+        host[len(lengths) + 4:][:GRAPH] = size or 0
 
     def _numbers(self, step: Step, width: int) -> dict[str, np.ndarray | list[int]]:
         """What is in each section. width: blocks of the longest table."""

@@ -115,11 +115,20 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(num_rows, hidden_size) -> (num_rows, vocab_size), on rank 0; None on the others. Only
         rows that sample come here."""
+        return self.ranks.gather(self.own_logits(hidden), self.config.vocab_size)
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of this rank's share of the vocabulary."""
         logits = (self.embed_tokens.logits(hidden) if self.lm_head is None
                   else self.lm_head(hidden))
-        logits = self.ranks.gather(logits, self.config.vocab_size)
         cap = self.config.logits_softcap
-        return logits if cap is None or logits is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The argmax of `compute_logits`, (num_rows,), of which each rank sends its best alone."""
+        logits = self.own_logits(hidden)
+        ids = self.on.ops.argmax(logits)[:, None]
+        return self.ranks.gather_best(logits.gather(1, ids), self.embed_tokens.tokens.start + ids)
 
 
 def fit_8_bits(x: torch.Tensor) -> bool:

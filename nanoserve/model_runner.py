@@ -312,10 +312,16 @@ class ModelRunner:
 
     def _choose(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """And these tokens, without edits. hidden: of `_states`."""
-        logits = self.networks[batch.network].compute_logits(hidden)
-        token_ids = (batch.logits_indices.long() if logits is None  # rank 0's will come
-                     else self.ops.argmax(logits) if batch.network  # drafts are greedy
-                     else choose_plain(logits, batch, self.ops))
+        network = self.networks[batch.network]
+        if self.ranks.size > 1 and batch.is_greedy and isinstance(network, Decoder):
+            token_ids = network.likeliest(hidden)
+        elif (logits := network.compute_logits(hidden)) is None:
+            token_ids = None
+        else:
+            token_ids = (self.ops.argmax(logits) if batch.network  # drafts are greedy
+                         else choose_plain(logits, batch, self.ops))
+        if token_ids is None:
+            token_ids = batch.logits_indices.long()  # rank 0's will come
         self._keep(batch, token_ids)
         return token_ids
 

@@ -131,7 +131,8 @@ class DecodeGraphs:
             max_num_seqs, num_networks, num_drafts, builder.most_samples)
             if ragged or not size.drafts for extra in ((False,) if size.network else kinds)]
         is_told, agree = (True, bool) if ranks is None else (ranks.rank == 0, ranks.least)
-        self.graphs: dict[Size, tuple[CudaGraph, CudaGraph]] = {}  # the layers, and the choice
+        # The layers, and the choice; with several ranks another one, where all rows are greedy.
+        self.graphs: dict[Size, tuple[CudaGraph, ...]] = {}
         self.found: dict[tuple, Size | None] = {}  # see `size_for`
         start, memory, logits = time.perf_counter(), None, None
         on_gpu = graph_class is CudaGraph
@@ -144,14 +145,19 @@ class DecodeGraphs:
             step = Step(0, network=size.network, sections=dict.fromkeys(
                 builder.extra if size.extra else (), {}))
             batch = self._fix(builder.build(step, size), size)
-            choose(layers(batch), batch)  # for real: kernels are compiled, libraries take memory
+            ways = [batch] if size.network or ranks is None or ranks.size == 1 else [
+                replace(batch, is_greedy=False), batch]
+            states = layers(batch)
+            for way in ways:  # for real: kernels are compiled, libraries take memory
+                choose(states, way)
             into = None if size.network else logits
             try:
                 first = graph_class(memory)
                 first.capture(lambda batch=batch, into=into: shared(layers(batch), into))
                 memory = memory or first.memory()
-                second = graph_class(memory)
-                second.capture(lambda batch=batch, first=first: choose(first.output, batch))
+                choices = [graph_class(memory) for _ in ways]
+                for choice, way in zip(choices, ways, strict=True):
+                    choice.capture(lambda way=way, first=first: choose(first.output, way))
             except Exception:
                 agree(0)
                 raise
@@ -159,7 +165,7 @@ class DecodeGraphs:
                 raise RuntimeError("another rank can't record it")
             if not (is_ours or size.network or logits is not None):
                 logits = first.output  # the largest one's: the others write to its memory
-            self.graphs[size] = first, second
+            self.graphs[size] = first, *choices
         for size in {} if is_ours else {one[2:]: one for one in self.sizes[::-1]}.values():
             self._try(builder, layers, size, num_drafts or FEW_DRAFTS)
         self.seconds = time.perf_counter() - start
@@ -214,8 +220,9 @@ class DecodeGraphs:
     def replay(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The states, and the tokens, unless a row has controls. batch: padded to its size."""
         self._fix(batch, Size(*batch.graph))
-        layers, choice = self.graphs[batch.graph]
-        return layers.replay(), None if batch.has_controls else choice.replay()
+        layers, *choices = self.graphs[batch.graph]
+        return layers.replay(), None if batch.has_controls else (
+            choices[-1 if batch.is_greedy else 0].replay())
 
 
 def shared(output: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:

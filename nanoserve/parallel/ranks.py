@@ -175,6 +175,15 @@ class Ranks:
         sizes = [self.share(total, rank).size for rank in range(self.size)]
         return torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)
 
+    def gather_best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+        """On rank 0 the id of the highest value in each row, of equals the first rank's: (rows,);
+        None on the others. Both (rows, 1), a rank's own best."""
+        best = self.gather(torch.cat((values.double(), ids.double()), 1), 2 * self.size)
+        if best is None:
+            return None
+        values, ids = best.view(len(best), -1, 2).unbind(2)  # each (rows, ranks)
+        return ids.gather(1, values.argmax(1, keepdim=True))[:, 0].long()
+
     def broadcast(self, x: torch.Tensor) -> None:
         """Rank 0's numbers to all, between the devices."""
         if self.size > 1:

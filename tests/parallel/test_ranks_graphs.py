@@ -18,13 +18,20 @@ def start(folder, **options) -> LLM:
 
 
 def test_two_ranks_write_transformers_text(checkpoints, references, recorded, ranks_in_threads):
-    """With overlap; then a row with controls, whose tokens rank 0 chooses behind all ranks' replay
-    of the layers. (All tokens are allowed that transformers writes.)"""
+    """With overlap: the likeliest tokens, for which each rank sends its best alone; drawn ones (as
+    cold as the likeliest); and those of a row with controls, which rank 0 chooses behind all ranks'
+    replay of the layers (all tokens are allowed that transformers writes)."""
     with start(checkpoints["tiny"], async_scheduling=True) as llm:
         expected, gaps = references("tiny", [5, 7, 9], 12)
-        for controls in {}, dict(logprobs=1, allowed_token_ids=expected[:4]):
+        sent = [[args[3][0].numel() for _, args, *_ in choice.calls if len(args) > 3
+                 and getattr(args[1], "__name__", "") == "gather"]
+                for choice in llm.runner.graphs.graphs[Size(1, 1)][1:]]
+        assert sent == [[llm.runner.model_config.vocab_size // 2], [2]]
+        for controls in {}, dict(temperature=.01), dict(logprobs=1,
+                                                        allowed_token_ids=expected[:4]):
             recorded.clear()
-            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4, **controls)
+            params = SamplingParams(**dict(temperature=0) | controls, ignore_eos=True,
+                                    max_tokens=4)
             [output] = llm.generate([[5, 7, 9]], params, use_tqdm=False)
             assert_same_text(output.outputs[0].token_ids, expected[:4], gaps, str(controls))
             assert recorded == [Size(1, 1)] * 2 * 3
