@@ -232,7 +232,8 @@ def test_ranks_that_can_not_share_a_model_are_refused(size):
 @pytest.mark.parametrize("name, size, expert_parallel", [
     *[("uneven", size, False) for size in (1, 2, 3)],
     *[("qwen3-tied", size, False) for size in (1, 2, 3, 4)],
-    ("mistral", 4, False), ("qwen2-window", 2, False), ("mixtral", 2, False), ("mixtral", 2, True),
+    ("llama-bias", 4, False), ("llama3.2", 2, False), ("mistral", 4, False),
+    ("qwen2-window", 2, False), ("mixtral", 2, False), ("mixtral", 2, True),
     ("mixtral", 4, True), ("qwen3-moe-odd", 4, True), ("qwen3-moe-odd", 4, False),
     ("qwen3-moe", 2, True), ("gemma2", 2, False), ("gemma2", 4, False), ("gemma3", 4, False),
 ])

@@ -162,11 +162,9 @@ def test_an_error_among_all_is_the_last_thing_they_do():
 # ------------------------------------------------------------------------ weights
 
 # tests/test_layers.py has the logits of more of them.
-CASES = [("llama2", 3, False), ("llama-bias", 2, False), ("llama-bias", 4, False),
-         ("llama3.2", 2, False), ("mistral", 2, False), ("qwen3", 4, False),
-         ("qwen3-tied", 3, False), ("qwen3-sharded", 2, False), ("mixtral", 2, True),
-         ("mixtral", 4, False), ("qwen3-moe", 2, False), ("qwen3-moe-odd", 2, False),
-         ("qwen3-moe-odd", 4, True), ("gemma2", 2, False), ("gemma3", 4, False)]
+CASES = [("llama2", 3, False), ("llama-bias", 2, False), ("mistral", 2, False),
+         ("qwen3", 4, False), ("qwen3-sharded", 2, False), ("mixtral", 2, True),
+         ("qwen3-moe-odd", 4, True), ("gemma3", 4, False)]
 
 
 # --------------------------------------------------------------------------- text
