@@ -40,7 +40,7 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import translated
 from nanoserve.checkpoint.model_config import read_json
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend import rules
 from nanoserve.frontend.facts import Fact
@@ -416,17 +416,14 @@ class LoRA(Extra):
             sections=plan.parts.sections | {SECTION: False},
             calls=plan.parts.calls | {ADAPTER: receive}))
 
-    def attach(self, engine: LLMEngine) -> None:
-        self.adapters = engine.runner.adapters
-
     def check(self, request: Request) -> None:
-        self.adapters.assign(request)
+        self.engine.runner.adapters.assign(request)
 
     def launching(self, step: Step) -> None:
-        self.adapters.send()
+        self.engine.runner.adapters.send()
         ids = {seq: seq.request.adapter_id for seq in step.num_new_tokens}
         if any(ids.values()):
             step.sections[SECTION] = ids
 
     def close(self) -> None:
-        self.adapters.close()
+        self.engine.runner.adapters.close()

@@ -426,11 +426,8 @@ class Multimodal(Extra):
         return model
 
     def attach(self, engine: LLMEngine) -> None:
-        self.block_size = engine.config.block_size
+        self.config = engine.config
         self.shown: dict[Sequence, Shown] = {}
-        self.most_tokens = engine.config.max_num_batched_tokens
-        self.most_rows = engine.config.max_num_seqs
-        self.cuts = engine.config.enable_chunked_prefill
         encoder = self.encoder
         size = encoder.budget * encoder.width * encoder.on.dtype.itemsize / 2 ** 20
         say(f"{encoder.kind}s: by transformers' tower, encoder cache of {encoder.budget:,} tokens, "
@@ -440,19 +437,19 @@ class Multimodal(Extra):
         """A checked request has these pictures: from here on its blocks are theirs, too."""
         shown = self.encoder.show(request.prompt_token_ids, pictures)
         for picture, first in zip(pictures, shown.firsts, strict=True):
-            block, content = int(shown.places[first]) // self.block_size, picture.content
+            block, content = int(shown.places[first]) // self.config.block_size, picture.content
             if self.encoder.mutual:  # how its tokens are laid out decides what they see
                 own = shown.runs[1][first:first + picture.num_tokens] - shown.places[first]
                 content += own.astype(np.int32).tobytes()
             request.contents[block] = request.contents.get(block, b"") + content
-        if self.encoder.mutual and self.cuts:
+        if self.encoder.mutual and self.config.enable_chunked_prefill:
             # Beside all the rows that may decode, so that its turn comes.
-            longest = int((shown.runs[1] - shown.runs[0]).max()) + self.most_rows
-            if longest > self.most_tokens:
-                size = longest - self.most_rows + 1
-                raise ValueError(f"an image of {size} tokens is computed in one step, beside up to "
-                                 f"{self.most_rows - 1} other requests: raise "
-                                 f"max_num_batched_tokens={self.most_tokens} to {longest}")
+            rows, most = self.config.max_num_seqs, self.config.max_num_batched_tokens
+            longest = int((shown.runs[1] - shown.runs[0]).max()) + rows
+            if longest > most:
+                raise ValueError(f"an image of {longest - rows + 1} tokens is computed in one step,"
+                                 f" beside up to {rows - 1} other requests: raise "
+                                 f"max_num_batched_tokens={most} to {longest}")
         request.made[self] = shown
 
     # ------------------------------------------------------ the life of a request
@@ -464,7 +461,7 @@ class Multimodal(Extra):
     def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:
         """Let a chunk end before the image that would be one too many for this step's tower, and
         not within one whose tokens see each other."""
-        if not self.cuts:
+        if not self.config.enable_chunked_prefill:
             return count
         shown = self.shown.get(seq, NOTHING)
         behind = int(np.searchsorted(shown.places, start + count))  # the first place behind it
@@ -476,7 +473,8 @@ class Multimodal(Extra):
                for picture, _ in self.missing(other, first, n)}
         for picture, begin in self.missing(seq, start, count):
             due[picture.content] = picture.num_tokens
-            if len(due) > MOST_IMAGES or len(due) > 1 and sum(due.values()) > self.most_tokens:
+            if len(due) > MOST_IMAGES or (
+                    len(due) > 1 and sum(due.values()) > self.config.max_num_batched_tokens):
                 return max(begin - start, 0)
         return count
 

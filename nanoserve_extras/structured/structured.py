@@ -352,7 +352,6 @@ class StructuredOutput(Extra):
             *plan.parts.constraints.maps, self.constraints)))
 
     def attach(self, engine: LLMEngine) -> None:
-        self.num_drafts = engine.runner.parts.num_drafts
         self.forced = Forced(self)
 
     def check(self, request: Request) -> None:
@@ -387,7 +386,7 @@ class StructuredOutput(Extra):
         if self.step != scheduler.num_steps:
             self.step = scheduler.num_steps
             self.num_free = scheduler.max_num_seqs - len(scheduler.running)
-        limit = min(most, self.num_drafts or self.num_free)
+        limit = min(most, self.engine.runner.parts.num_drafts or self.num_free)
         if grammar is None or limit <= 0:
             return []
         drafts = grammar.forced(seq, limit)
