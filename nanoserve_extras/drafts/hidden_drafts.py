@@ -16,7 +16,8 @@ such a head for themselves (`OwnHead`; of transformers' networks: hidden_drafts_
 
 Invariant: no token changes, as with any drafts (speculative.py). Known limits: heads of one layer,
 and no trees; in a block that others find, the last token's KV saw the token that was behind it
-then, so a draft there may be worse; no CUDA graphs.
+then, so a draft there may be worse; the first drafts of a step, behind several tokens of a row,
+are in no CUDA graph.
 """
 
 import re
@@ -80,11 +81,11 @@ class HeadLayer(nn.Module):
 class EagleHead(Head):
     """Names are the checkpoints'. model: whose states it reads."""
 
-    def __init__(self, entries: dict, num_rows: int, model: ModelConfig, on: Placement):
+    def __init__(self, entries: dict, asked: EngineConfig, model: ModelConfig, on: Placement):
         # Its layer is Llama's, whatever the model is.
         config = ModelConfig.from_dict(entries | dict(
             architectures=["LlamaForCausalLM"], tie_word_embeddings=False))
-        super().__init__(config, num_rows, on)
+        super().__init__(config, asked, on)
         self.ranks, self.layers = on.ranks, tapped(entries, model.num_hidden_layers)
         self.fc = on.linear(len(self.layers) * model.hidden_size, {"fc": config.hidden_size},
                             False, on)
@@ -97,7 +98,7 @@ class EagleHead(Head):
         self.targets = torch.arange(self.size, device=on.device)  # the model's ids of its tokens
 
     def tap(self, model: nn.Module) -> LayerTaps:
-        return LayerTaps(model, self.layers)
+        return LayerTaps(model, self.own, self.num_tokens, self.layers)
 
     def read(self, states: States) -> States:
         return self.fc(states)
@@ -129,8 +130,8 @@ class OwnHead(Head):
     more decoder layer, which reads the stream behind the last one and ends in the model's LM head.
     Its second draft reads what the LM head read for the first."""
 
-    def __init__(self, config: ModelConfig, num_rows: int, on: Placement):
-        super().__init__(config, num_rows, on)
+    def __init__(self, config: ModelConfig, asked: EngineConfig, on: Placement):
+        super().__init__(config, asked, on)
         self.token_layernorm, self.hidden_layernorm, self.final_layernorm = (
             RMSNorm(config.hidden_size, config.rms_norm_eps, on) for _ in range(3))
         self.input_proj = on.linear(2 * config.hidden_size, {"input_proj": config.hidden_size},
@@ -139,7 +140,7 @@ class OwnHead(Head):
         self.rotary = RotaryEmbedding(config.rope, on.device)
 
     def tap(self, model: Decoder) -> LastTap:
-        return LastTap(model)
+        return LastTap(model, self.own, self.num_tokens)
 
     def guess(self, embedded: States, states: States, positions: torch.Tensor, kv_cache: KVCache,
               batch: Batch, wanted: torch.Tensor) -> States:
@@ -202,7 +203,6 @@ class HiddenGuesser(Guesser):
 
     keys = ("model",)
     needs = Guesser.needs | {Fact.IN_MEMORY}
-    ends = frozenset([Fact.GRAPHS])  # a graph would pass by the taps
 
     @classmethod
     def prepare(cls, asked: dict, plan: Plan) -> Plan:
@@ -242,7 +242,7 @@ class HiddenGuesser(Guesser):
             raise ValueError(f"model={name!r} reads layer {min(strange)} of "
                              f"{model.num_hidden_layers}: it was trained for another model")
         return partial(make_head, plan.config, partial(
-            EagleHead, entries, plan.config.max_num_seqs, model))
+            EagleHead, entries, plan.config, model))
 
     def __init__(self, asked: dict, engine: LLMEngine):
         self.num_drafts, self.runner = asked["num_speculative_tokens"], engine.runner
@@ -288,7 +288,6 @@ class OwnGuesser(HiddenGuesser):
                              f"{entry}: choose another method")
         asked["model"] = str(folder)
         if is_ours:
-            return partial(make_head, plan.config, partial(
-                OwnHead, model, plan.config.max_num_seqs))
+            return partial(make_head, plan.config, partial(OwnHead, model, plan.config))
         from nanoserve_extras.drafts.hidden_drafts_foreign import make_foreign_head
         return partial(make_foreign_head, plan.config, model)

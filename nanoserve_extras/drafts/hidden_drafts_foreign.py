@@ -41,13 +41,13 @@ VOCAB_SIZE = 4  # the one-layer network's; only the trial at load reads its embe
 class ForeignHead(Head):
     """network: of one layer, with `FIRST` beside it. kept: see `fill`."""
 
-    def __init__(self, network: nn.Module, config: ModelConfig, on: Placement, num_rows: int,
-                 kept: dict):
-        super().__init__(config, num_rows, on)
+    def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
+                 asked: EngineConfig, kept: dict):
+        super().__init__(config, asked, on)
         self.network = TransformersModel(network, config, on, kept=kept)
 
     def join(self, model: TransformersModel) -> None:
-        self.taps, whole = NormTap(model), model.layers
+        self.taps, whole = NormTap(model, self.own, self.num_tokens), model.layers
         self.embed, self.logits = (weakref.WeakMethod(part.forward) for part in (
             whole.get_input_embeddings(), whole.get_output_embeddings()))
 
@@ -97,4 +97,4 @@ def make_foreign_head(asked: EngineConfig, config: ModelConfig, folder: Path,
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
     config = replace(config, num_hidden_layers=1, vocab_size=VOCAB_SIZE, keeps_states=False,
                      has_towers=False, sees=False)
-    return ForeignHead(network, config, on, asked.max_num_seqs, kept)
+    return ForeignHead(network, config, on, asked, kept)

@@ -3,10 +3,11 @@
 Invariant: **a state is found by its token's slot.** The states of a step stay on the device with
 the slots where its KV went, on every rank, and the head's tokens have the same slots
 (hidden_drafts.py). So nothing of who was where is sent along. The head's own states lie at
-`Sequence.row`.
+`Sequence.row`. All of them stay at one address, where CUDA graphs write and read them, too.
 """
 
 import weakref
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache, Pair
 
@@ -21,16 +23,21 @@ States = torch.Tensor  # (num_tokens, hidden_size), of one layer or several side
 
 
 class Taps:
-    """States of a network's last step, in `streams`. Its kinds say which ones are kept."""
+    """States of a network's last step, in `streams`. Its kinds say which ones are kept. own: the
+    head's; num_tokens: the most of a step."""
 
-    def __init__(self, model: nn.Module):
-        self.streams: dict[int, States] = {}
-        self.slots = torch.empty(0)
+    def __init__(self, model: nn.Module, own: States, num_tokens: int,
+                 layers: Iterable[int] = (0,)):
+        self.streams = {i: own.new_zeros(num_tokens, model.config.hidden_size) for i in layers}
+        self.slots = own.new_zeros(num_tokens, dtype=torch.int32)
         model.register_forward_pre_hook(self.note)
 
     def note(self, model: nn.Module, args: tuple) -> None:
         _, _, _, batch, *_ = args
-        self.slots = batch.slot_mapping.clone()  # a copy: the batch's memory is used again
+        self.slots.fill_(-1)[:batch.num_tokens].copy_(batch.slot_mapping)
+
+    def keep(self, i: int, states: States) -> None:
+        self.streams[i][:len(states)].copy_(states)
 
     def at(self, slots: torch.Tensor) -> States:
         """(num_tokens, layers x hidden_size) of the tokens with these slots."""
@@ -42,8 +49,8 @@ class Taps:
 class LayerTaps(Taps):
     """The stream in front of some layers."""
 
-    def __init__(self, model: nn.Module, layers: list[int]):
-        super().__init__(model)
+    def __init__(self, model: nn.Module, own: States, num_tokens: int, layers: list[int]):
+        super().__init__(model, own, num_tokens, layers)
         is_ours = isinstance(model, Decoder)
         found = model.layers if is_ours else getattr(model.layers.get_decoder(), "layers", None)
         if found is None:  # GPT-2 calls them h
@@ -56,28 +63,28 @@ class LayerTaps(Taps):
 
     def take(self, i: int, layer: nn.Module, args: tuple, named: dict) -> None:
         hidden, residual, *_ = args
-        self.streams[i] = hidden if residual is None else hidden + residual
+        self.keep(i, hidden if residual is None else hidden + residual)
 
     def take_foreign(self, i: int, layer: nn.Module, args: tuple, named: dict) -> None:
         """transformers' layers get the whole stream, (1, num_tokens, hidden_size)."""
-        self.streams[i] = (args[0] if args else named["hidden_states"])[0]
+        self.keep(i, (args[0] if args else named["hidden_states"])[0])
 
 
 class LastTap(Taps):
     """The stream behind the last layer, of every token: that layer would skip those that do not
     sample, and so it is told that all are wanted, and the others are left out behind it."""
 
-    def __init__(self, model: Decoder):
-        super().__init__(model)
+    def __init__(self, model: Decoder, own: States, num_tokens: int):
+        super().__init__(model, own, num_tokens)
         model.layers[-1].register_forward_pre_hook(self.want_all)
-        model.layers[-1].register_forward_hook(self.keep)
+        model.layers[-1].register_forward_hook(self.take)
 
     def want_all(self, layer: nn.Module, args: tuple) -> tuple:
         *others, self.wanted = args
         return *others, None
 
-    def keep(self, layer: nn.Module, args: tuple, stream: Pair) -> Pair:
-        self.streams[0] = stream[0] + stream[1]
+    def take(self, layer: nn.Module, args: tuple, stream: Pair) -> Pair:
+        self.keep(0, stream[0] + stream[1])
         if self.wanted is None:
             return stream
         return stream[0][self.wanted], stream[1][self.wanted]
@@ -86,26 +93,27 @@ class LastTap(Taps):
 class NormTap(Taps):
     """The states behind the last norm of transformers' network."""
 
-    def __init__(self, model: nn.Module):
-        super().__init__(model)
-        model.layers.get_decoder().norm.register_forward_hook(self.keep)
+    def __init__(self, model: nn.Module, own: States, num_tokens: int):
+        super().__init__(model, own, num_tokens)
+        model.layers.get_decoder().norm.register_forward_hook(self.take)
 
-    def keep(self, norm: nn.Module, args: tuple, states: torch.Tensor) -> None:
-        self.streams[0] = states[0]
+    def take(self, norm: nn.Module, args: tuple, states: torch.Tensor) -> None:
+        self.keep(0, states[0])
 
 
 class Head(nn.Module):
-    """The network that guesses, and what all kinds of it share. config: of its only layer;
-    num_rows: of `Sequence.row`. What has a comment in `Decoder` is the same here."""
+    """The network that guesses, and what all kinds of it share. config: of its only layer; asked:
+    the engine's. What has a comment in `Decoder` is the same here."""
 
     left_out, most_rows = 0, 2 ** 31
 
-    def __init__(self, config: ModelConfig, num_rows: int, on: Placement):
+    def __init__(self, config: ModelConfig, asked: EngineConfig, on: Placement):
         super().__init__()
-        self.config = config
+        self.config, self.num_tokens = config, asked.max_num_batched_tokens
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)]
-        self.own = torch.zeros(num_rows + 1, config.hidden_size, dtype=on.dtype, device=on.device)
+        self.own = torch.zeros(asked.max_num_seqs + 1, config.hidden_size, dtype=on.dtype,
+                               device=on.device)
 
     def join(self, model: nn.Module) -> None:
         """From now on read this network's states, and use its embedding and its LM head."""
@@ -115,12 +123,17 @@ class Head(nn.Module):
         self.logits = weakref.WeakMethod(model.compute_logits)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                batch: Batch, wanted: torch.Tensor) -> States:
+                batch: Batch, wanted: torch.Tensor | None) -> States:
         """The first drafts of a step read the model's states, further ones the head's own; their
-        input is not yet known to the host, which tells the two apart."""
-        states = (self.own[batch.sample_rows] if batch.num_unknown
-                  else self.read(self.taps.at(batch.slot_mapping)))
-        out = self.guess(self.embed()(input_ids), states, positions, kv_cache, batch, wanted)
+        input is not yet known to the host, which tells the two apart. In a graph the device does.
+        """
+        states = own = self.own[batch.sample_rows]
+        if batch.graph or not batch.num_unknown:
+            states = self.read(self.taps.at(batch.slot_mapping))
+        if batch.graph:
+            states = torch.where(batch.input_ids[:, None] < 0, own, states)
+        out = self.guess(self.embed()(input_ids), states, positions, kv_cache, batch,
+                         slice(None) if wanted is None else wanted)
         self.own[batch.sample_rows] = out
         return out
 

@@ -8,6 +8,7 @@ only a device has: queues that the host runs ahead of, and waiting. Kernels and 
 their own.
 """
 
+import guessing
 import pytest
 import torch
 from adapters import ALL, SMALL, Adapters
@@ -15,6 +16,7 @@ from architectures import ARCHITECTURES, assert_parity, make, texts_by
 from checkpoints import CHECKPOINTS
 from helpers import storage, watch_steps
 from hybrids import HYBRIDS
+from test_hidden_drafts import make_head
 
 pytest.importorskip("triton")
 
@@ -191,6 +193,23 @@ def test_networks_with_states_in_graphs(tmp_path, prompts, name, asked):
     assert any(size.drafts for size in engine.runner.graphs.sizes) == ("qwen" in name)
     guard(engine)
     assert_parity(engine, some, texts_by({name: tmp_path / name}, some)(name), name)
+
+
+@pytest.mark.parametrize("impl", ["auto", "transformers"])
+def test_a_heads_drafts_in_graphs_are_those_of_eager_steps(checkpoints, references, tmp_path,
+                                                           prompts, impl):
+    """EAGLE-3: where the model's step leaves its states, a recording's and an eager one's too."""
+    head, drafts = make_head(tmp_path / "head", True), []
+    for eager in (False, True):
+        engine = start(checkpoints["qwen3"], model_impl=impl, enforce_eager=eager,
+                       speculative_config=dict(method="eagle3", model=str(head),
+                                               num_speculative_tokens=3))
+        assert (engine.runner.graphs is None) == eager
+        if not eager:
+            assert {size.network for size in engine.runner.graphs.sizes} == {0, 1}
+        assert_texts(engine.generate(prompts, GREEDY, use_tqdm=False), references, "qwen3", impl)
+        drafts.append(guessing.count(engine))
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
