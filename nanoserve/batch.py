@@ -161,6 +161,8 @@ class BatchBuilder:
         at = list(SECTIONS).index("prompt_logprob_indices")
         self.sections = dict(own[:at] + [
             (name, Section("row", 0, int32, torch.int32)) for name in self.extra] + own[at:])
+        assert len(self.sections) + 4 + GRAPH <= HEADER, (
+            f"the header has no room for the extras' sections {', '.join(self.extra)}")
         size = HEADER + sum(
             most[one.per] * one.dtype.itemsize // 4 for one in self.sections.values())
         pin = device.type == "cuda"

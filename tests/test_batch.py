@@ -390,6 +390,8 @@ def test_a_buffer_has_room_for_the_largest_step_and_no_more(num_drafts, num_extr
     expected = HEADER + 4 * 60 + 6 * (3 + MAX_LEN // 4) + 1 + 8 * (6 + num_extra) + 4 * MAX_MOVES
     assert [len(buffer) for buffer in builder.buffers] == [expected] * 2
     assert expected > HEAD, "or a broadcast of a message's first part would be longer than it"
+    with pytest.raises(AssertionError, match="no room .* 16, 17"):
+        BatchBuilder(6, 60, MAX_LEN, 4, CPU, extra=dict.fromkeys(map(str, range(18)), False))
 
 
 def test_attention_sees_what_is_visible_and_reads_nothing_else(monkeypatch):
