@@ -171,7 +171,8 @@ class LLMEngine:
         or ended; with `output_kind` FINAL_ONLY only where it ended."""
         with self.turns:
             self.advance()
-            self.turns.deliver_ctrl_c()  # now, while the outputs are still in the inbox
+            with self.turns.interruptible():
+                pass  # Ctrl-C is delivered now, while the outputs are still in the inbox
             outputs, self.inbox[:] = self.inbox[:], []  # the list object stays: requests hold it
             return outputs
 
