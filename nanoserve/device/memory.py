@@ -133,7 +133,8 @@ def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int
         # Every sequence at its full length; a small engine keeps room to remember prefixes.
         most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
         budget = min(budget, -(-most // config.block_size) * block_bytes)
-    num_blocks = least(budget // block_bytes)
+    # A stage whose layers keep states alone has no KV, and room for any number.
+    num_blocks = least(budget // block_bytes if block_bytes else 2 ** 31 - 1)
     if num_blocks < 1:
         raise ValueError(
             f"no room for one KV block: {block_bytes:,} bytes are needed, {budget:,} are to be had "

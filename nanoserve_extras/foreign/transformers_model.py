@@ -325,7 +325,7 @@ class TransformersModel(nn.Module):
                        attention_mask=torch.ones(1, len(ids), device=ids.device))
         num_layers = len(self.here)
         silent = [str(i) for i in self.here if i not in probe.layers]
-        if silent and (not self.config.keeps_states or len(silent) == num_layers):
+        if silent and not (self.config.keeps_states and (probe.layers or self.stage)):
             raise ValueError(f"attention is not called in layer {', '.join(silent[:5])}"
                              f"{' ...' if len(silent) > 5 else ''} of {num_layers}")
         if len(probe.layers) > num_layers:

@@ -36,9 +36,12 @@ class Left(Exception):
 
 
 class Nothing:
-    """What a hollow layer returns: for a loop that takes a tensor, or the first of a tuple."""
+    """What a hollow layer returns: for a loop that takes a tensor, the first of a tuple, or both of
+    a pair."""
 
     def __getitem__(self, index: int) -> "Nothing":
+        if index > 1:
+            raise IndexError
         return self
 
 
@@ -60,7 +63,7 @@ class ForeignStage:
         self.made_up = torch.randn(NUM_MADE_UP, line.row.shape[1],
                                    generator=torch.Generator().manual_seed(0)).to(line.row)
         self.stream = self.made_up  # what the layers here read, or what is behind the last one
-        self.is_tuple = False  # what a layer returns, or a tensor
+        self.beside: list[None] | None = None  # the stream in a tuple that a layer returns
         self.shift = 0  # in a trial: to another embedding
 
     # ------------------------------------------------------------------ loading
@@ -127,7 +130,8 @@ class ForeignStage:
     def pass_by(self, i: int, *args, **named) -> object:
         if i < self.num_layers - 1:
             return Nothing()
-        return (self.stream[None],) if self.is_tuple else self.stream[None]
+        stream = self.stream[None]
+        return stream if self.beside is None else (stream, *self.beside)
 
     def enter(self, layer: nn.Module, args: tuple, named: dict) -> tuple[tuple, dict]:
         if args:
@@ -139,8 +143,9 @@ class ForeignStage:
         return args, named
 
     def leave(self, layer: nn.Module, args: tuple, out: torch.Tensor | tuple) -> None:
-        self.is_tuple = isinstance(out, tuple)
-        raise Left(out[0] if self.is_tuple else out)
+        if isinstance(out, tuple):
+            self.beside = [None] * (len(out) - 1)
+        raise Left(out[0] if isinstance(out, tuple) else out)
 
     # ------------------------------------------------------------------ a step
 

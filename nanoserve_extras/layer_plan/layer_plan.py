@@ -265,8 +265,7 @@ class LayerPlan(Extra):
 
     @property
     def needs(self) -> frozenset[Fact]:
-        return frozenset([Fact.ON_CPU, Fact.OWN_LINEAR,
-                          *[Fact.GENERATES, Fact.KV_ALONE] * self.is_staged])
+        return frozenset([Fact.ON_CPU, Fact.OWN_LINEAR, *[Fact.GENERATES] * self.is_staged])
 
     @property
     def ends(self) -> frozenset[Fact]:

@@ -20,7 +20,7 @@ snapshot (recurrent_snapshots.py), and whoever was in a step that is lost starts
 load takes 9 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row; networks whose
 mixers take no state from outside (Mamba 1, Jamba) fail it and are refused.
 
-Known limits: one rank; the speed of transformers' mixers, but for gated delta nets
+Known limits: no tensor parallelism; the speed of transformers' mixers, but for gated delta nets
 (recurrent_delta.py).
 """
 
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, zip_longest
 
 import torch
 from torch import nn
@@ -44,6 +44,8 @@ from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear
 from nanoserve.model import KVCache
+from nanoserve.model_runner import ModelRunner
+from nanoserve.parallel.serving import HEAD
 from nanoserve.sampler import put
 from nanoserve.sequence import Step
 from nanoserve_extras.engine_args import RecurrentOptions
@@ -54,6 +56,7 @@ from nanoserve_extras.recurrent.recurrent_snapshots import FIRST_ROW, Snapshots
 
 Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
 SECTIONS = "state_sources", "state_places", "state_drafts"  # of the batch: see `Rows`
+COPY = -5  # in the place of a step's first length: states to be copied come next
 CHUNKS = (4, 3, 1, 1)  # in the trial at load
 STATES_SHARE = 0.5  # the most for rows, as a share of the memory that is left
 SNAPSHOTS_SHARE = 0.1  # a share of the KV cache's size, unless `snapshot_bytes` is given
@@ -268,9 +271,10 @@ class RecurrentModel(TransformersModel):
         super().__init__(*args, **options)
         self.state_bytes = sum(state.nbytes for state in self.shapes.values())
         kv_bytes = sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
-        self.most_rows, self.num_snapshots = counts or share_memory(
-            config, most, num_drafts, self.state_bytes, kv_bytes,
-            free_memory(config, self.on.device))
+        counts = counts or share_memory(config, most, num_drafts, max(self.state_bytes, 1),
+                                        kv_bytes, free_memory(config, self.on.device)
+                                        // self.on.ranks.local_size)
+        self.most_rows, self.num_snapshots = map(self.on.ranks.least, counts)
         with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
             self.states = self.make_states(max(
                 FIRST_ROW + self.most_rows * (1 + num_drafts) + self.num_snapshots,
@@ -292,10 +296,9 @@ class RecurrentModel(TransformersModel):
     @torch.inference_mode()
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy states: (from, to) each."""
-        if pairs:
-            sources, targets = put(pairs, torch.int64, device=self.on.device).T
-            for states in self.states.values():
-                states.index_copy_(0, targets, states.index_select(0, sources))
+        sources, targets = put(pairs, torch.int64, device=self.on.device).T
+        for states in self.states.values():
+            states.index_copy_(0, targets, states.index_select(0, sources))
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
@@ -330,7 +333,7 @@ class RecurrentModel(TransformersModel):
             self.at_once(*texts[0], cache=finder)
         finally:
             finder.close()
-        if not finder.states:
+        if not finder.states and self.stage is None:
             raise ValueError("its layers keep a state somewhere else than in transformers' cache")
         self.num_mixers, self.num_fast, self.shapes = len(finder.keys), 0, dict(finder.states)
         for module, keys in finder.keys.items():
@@ -422,7 +425,7 @@ class Recurrent(Extra):
         make = partial(plan.parts.make_network, make=partial(
             self.make, plan.config, self.options.snapshot_bytes, plan.parts.num_drafts))
         return replace(plan, parts=replace(
-            plan.parts, make_network=make,
+            plan.parts, make_network=make, calls=plan.parts.calls | {COPY: copy_states},
             sections=plan.parts.sections | dict.fromkeys(
                 SECTIONS if plan.parts.num_drafts else SECTIONS[:2], True)))
 
@@ -450,12 +453,28 @@ class Recurrent(Extra):
     def launching(self, step: Step) -> None:
         """A graph holds no copies, so those behind a step come in front of the next one, which is
         the same to the device. A step that is lost has no snapshots: its copies do no harm."""
-        self.runner.model.copy(self.after)
+        for start in range(0, len(self.after), HEAD // 4):
+            self.copy(self.after[start:][:HEAD // 4])
         copies = self.snapshots.plan(step)
         self.after = copies.after
         rows = {seq: (*places, 0)[:3] for seq, places in copies.places.items()}  # 0: no drafts
         step.sections |= {name: {seq: row[i] for seq, row in rows.items()}
                           for i, name in enumerate(SECTIONS)}
+
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """On all ranks: each has the states of its layers."""
+        ranks, head = self.runner.ranks, torch.zeros(HEAD, dtype=torch.int32)
+        numbers = [COPY, len(pairs), *chain.from_iterable(pairs)]
+        head[:len(numbers)] = torch.tensor(numbers)
+        with ranks.together():
+            ranks.broadcast_host(head, wait=self.runner.config.steps_at_once == 1)
+            copy_states(self.runner, head)
+
+
+def copy_states(runner: ModelRunner, head: torch.Tensor) -> None:
+    """On every rank. head: COPY, how many pairs, and these."""
+    runner.model.copy(head[2:2 + 2 * int(head[1])].view(-1, 2).tolist())
 
 
 def size_of(num_bytes: int) -> str:

@@ -50,6 +50,12 @@ def texts_of(made):
     return texts_by(made, PROMPTS)
 
 
+@pytest.fixture
+def everything(monkeypatch):
+    """Also small tensors, as those of the tests are, go to the file."""
+    monkeypatch.setattr(layer_disk, "SMALL", 0)
+
+
 # Granite's class scales the embedding, and its logits behind the head.
 @pytest.mark.parametrize("name", [
     one if one == "granite" else pytest.param(one, marks=pytest.mark.full)
@@ -59,10 +65,18 @@ def test_text_equals_transformers(name, made, texts_of):
         assert_parity(llm, PROMPTS, texts_of(name), name)
 
 
-@pytest.fixture
-def everything(monkeypatch):
-    """Also small tensors, as those of the tests are, go to the file."""
-    monkeypatch.setattr(layer_disk, "SMALL", 0)
+@pytest.mark.parametrize("name, options", [
+    pytest.param(one, {}, marks=[pytest.mark.full] * (one != "lfm2")) for one in HYBRIDS] + [
+    pytest.param("qwen3.5", dict(layer_plan=[{"disk": 1}, 1], speculative_config=dict(
+        method="ngram", num_speculative_tokens=3)), marks=pytest.mark.full),
+    pytest.param("qwen3-next", dict(async_scheduling=False), marks=pytest.mark.full)], ids=str)
+def test_states_stay_with_the_stage_of_their_layer(name, options, made, texts_of, everything):
+    """Most have a stage of states and one that attends. Snapshots are copied on all ranks: the
+    second time the prompts go on from these."""
+    with LLM(made[name], **SEVERAL | options) as llm:
+        assert_parity(llm, PROMPTS, texts_of(name), name)
+        [found] = [one for one in llm.get_metrics() if one.name == "vllm:state_snapshot_tokens"]
+        assert found.value > 0
 
 
 @pytest.mark.parametrize("name", [

@@ -35,7 +35,7 @@ def everything(monkeypatch):
     ("qwen3", {}, {"disk": 1}), ("gemma3", dict(dtype="bfloat16"), {"disk": 3}),
     ("mixtral", dict(kernels="torch"), {"device": 1, "disk": 2}),
     ("qwen2", dict(quantization="int8"), {"disk": 2}),
-    ("llama2", dict(quantization="int4"), {"disk": 3}),
+    pytest.param("llama2", dict(quantization="int4"), {"disk": 3}, marks=pytest.mark.full),
     ("llama3.1", dict(async_scheduling=False), [{"disk": 1, "device": 1}, {"disk": 1}])], ids=str)
 def test_not_one_bit_is_another_than_in_memory(name, options, plan, checkpoints, prompts,
                                                everything, ranks_in_threads):

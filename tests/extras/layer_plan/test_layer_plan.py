@@ -76,7 +76,8 @@ def test_not_one_bit_is_another_than_on_one_rank(name, options, stages, checkpoi
     ("qwen3", dict(pipeline_parallel_size=2)),
     ("gemma2", dict(layer_plan=[1, 1, 1], max_num_batched_tokens=24, max_num_seqs=11)),
     ("llama3.2", dict(layer_plan=[1, 1, 1], num_gpu_blocks_override=14, max_model_len=190)),
-    ("mistral", dict(layer_plan=[2, 1], scheduling_policy="priority"))], ids=str)
+    pytest.param("mistral", dict(layer_plan=[2, 1], scheduling_policy="priority"),
+                 marks=pytest.mark.full)], ids=str)
 def test_steps_in_flight_change_no_text(name, options, checkpoints, prompts, ranks_in_threads):
     """As many as there are stages, so other rows share a step than on one rank: the same tokens,
     and logprobs to 1e-4. No sequence is in two steps, unless all its tokens are known."""
