@@ -72,6 +72,13 @@ class Turns:
         finally:
             hold.end()
 
+    def deliver_ctrl_c(self) -> None:
+        """In the middle of a turn: raise `KeyboardInterrupt` now if Ctrl-C was noted."""
+        hold = self.holds[0]
+        if hold is not None and hold.noted:
+            hold.end()
+            hold.begin()
+
     def interruptible(self) -> "Interruptible":
         """In the middle of a turn: within this `with` block Ctrl-C is not held. One that was noted
         is delivered at once."""
