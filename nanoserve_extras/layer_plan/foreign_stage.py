@@ -96,7 +96,10 @@ class ForeignStage:
                 self.ends.append(name)
 
     def has(self, path: str) -> bool:
-        """Whether a module of the network, or a tensor of a file, is here."""
+        """Whether a module of the network, or a tensor of a file, is here. (A tower may have more
+        layers, in a list of the same name.)"""
+        if self.line.is_alone:
+            return True
         layer = re.search(rf"(?:^|\.){self.name}\.(\d+)(?:\.|$)", path)
         return int(layer[1]) in self.here if layer else not any(
             f".{end}." in f".{path}." for end in self.ends)

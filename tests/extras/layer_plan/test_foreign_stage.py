@@ -7,17 +7,20 @@ meanwhile, and all threads share these.
 
 from functools import partial
 from threading import RLock
+from types import SimpleNamespace
 
 import pytest
-from architectures import ARCHITECTURES, Made, assert_parity, make, texts_by
+import torch
+from architectures import ARCHITECTURES, GQA, Made, assert_parity, make, texts_by
 from hybrids import HYBRIDS
 from test_layer_plan import SMALL, both, texts
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from nanoserve import LLM
 from nanoserve_extras.foreign import foreign_weights, transformers_model
 from nanoserve_extras.layer_plan import layer_disk
 from nanoserve_extras.layer_plan.foreign_stage import ForeignStage
-from nanoserve_extras.layer_plan.layer_plan import LayerPlan
+from nanoserve_extras.layer_plan.layer_plan import LayerPlan, Place
 
 PROMPTS = [list(range(60, 100)), [7, 9, 200], [*range(60, 81), 5, 6]]
 # In chunks, and with so few blocks that one long text preempts the others.
@@ -144,6 +147,19 @@ def test_a_rank_has_its_layers_and_no_others(checkpoints, monkeypatch):
     for stage in (0, 1):
         kept = {one for one, here in passed[stage].items() if here and one.endswith("weight")}
         assert kept == names[stage]
+
+
+def test_layers_on_disk_leave_no_tensor_of_a_file_out():
+    """On one rank all is here: a tower's layers, too, which may be more than those of the text."""
+    config = GraniteConfig(**GQA)
+    line = SimpleNamespace(is_alone=True, stage=0, place=Place(range(2), (0,)),
+                           row=torch.empty(0, config.hidden_size))
+    stage = ForeignStage(line, config.num_hidden_layers)
+    with torch.device("meta"):
+        stage.take(GraniteForCausalLM(config))
+    assert stage.on_disk == {"model.layers.0": 0}
+    names = ["model.layers.1.mlp.up_proj.weight", "vision_tower.encoder.layers.7.norm.weight"]
+    assert [name for _, name, _ in stage.pass_over((None, name, None) for name in names)] == names
 
 
 @pytest.mark.full
