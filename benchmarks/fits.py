@@ -1,7 +1,7 @@
-"""What runs on 8, 16 and 24 GB, with which command: writes the table of docs/models.md.
+"""What runs on 8, 12, 16 and 24 GB, with which command: writes the table of docs/models.md.
 
     python -m benchmarks.fits                 from the numbers of published config.json files, typed
-    python -m benchmarks.fits --measure Qwen/Qwen3-4B int4         what an engine really holds
+    python -m benchmarks.fits --measure Qwen/Qwen3-4B int4 --layers 36    what a load really takes
 
 transformers makes each text network on "meta", where tensors have shapes and no numbers. What an
 engine holds of it in int8 or int4, by the rules of docs/quantization.md:
@@ -11,15 +11,22 @@ engine holds of it in int8 or int4, by the rules of docs/quantization.md:
     experts                 as other matrices
     all else                2 bytes
 
-Where transformers runs the network, loading takes its two largest tensors in 16 bits more, but not
-more than all of it: a block of layers is rounded when it has come, and a layer's experts come as
-one. Beside the weights: keys and values of 8,192 tokens in 16 bits, and 1 GB for Python and its
-libraries. A machine of 16 GB has 15 for all of it.
+Embeddings of transformers' networks stay in the mapped file, from which rows are read when they are
+looked up: those pages are no part of this. Loading takes more for a while: our own decoder an
+embedding in 16 bits, transformers' networks at most a layer. Beside the weights: keys and values of
+8,192 tokens in 16 bits, the states of 4 sequences and as many snapshots (`max_num_seqs=4`), and
+1 GB for Python and its libraries. A machine of 16 GB has 15 for all of it.
+
+What is measured is a checkpoint of the right shapes, in a file of holes, which read as zeros from
+no disk: the processor's time, and anonymous memory (pages of mapped files don't count).
 """
 
 import argparse
+import json
 import re
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,8 +40,8 @@ from nanoserve import LLM
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN = "<!-- written by benchmarks/fits.py -->\n"
-GB, TOKENS, LIBRARIES, SYSTEM = 1e9, 8192, 1e9, 1e9
-MACHINES = (8, 16, 24)  # GB
+GB, TOKENS, SEQUENCES, LIBRARIES, SYSTEM = 1e9, 8192, 4, 1e9, 1e9
+MACHINES = (8, 12, 16, 24)  # GB
 KINDS = ("bfloat16", "int8", "int4")
 OURS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "mixtral")
 # Where nothing is typed, the class's default is that checkpoint's number.
@@ -57,11 +64,15 @@ PUBLISHED: dict[str, dict] = {
     "meta-llama/Llama-3.1-8B-Instruct": dict(
         model_type="llama", hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256),
-    "LiquidAI/LFM2-8B-A1B": dict(
-        model_type="lfm2_moe", num_hidden_layers=24, layer_types=[
+    "LiquidAI/LFM2.5-8B-A1B": dict(
+        model_type="lfm2_moe", num_hidden_layers=24, vocab_size=128_000, layer_types=[
             "full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]),
     "mistralai/Ministral-3-8B-Instruct-2512": dict(model_type="ministral3"),
     "Qwen/Qwen3.5-9B": QWEN35,
+    "google/gemma-4-12B-it": GEMMA4 | dict(
+        hidden_size=3840, intermediate_size=15_360, num_hidden_layers=48, num_attention_heads=16,
+        num_key_value_heads=8, num_global_key_value_heads=1, attention_k_eq_v=True,
+        hidden_size_per_layer_input=0),
     "openai/gpt-oss-20b": dict(model_type="gpt_oss", num_hidden_layers=24, num_local_experts=32),
     "google/gemma-4-26B-A4B-it": GEMMA4 | dict(
         hidden_size=2816, intermediate_size=2112, num_hidden_layers=30, num_attention_heads=16,
@@ -84,7 +95,8 @@ class Size(NamedTuple):
 
     held: float
     loading: float
-    cache: float  # keys and values of `TOKENS`
+    cache: float  # keys and values of `TOKENS`, and states
+    mapped: float  # pages of the file, beside what is held
 
     @property
     def needed(self) -> float:
@@ -97,20 +109,35 @@ def sizes_of(entries: dict) -> dict[str, Size]:
     with torch.device("meta"), no_init_weights():
         network = transformers.AutoModel.from_config(config)
     ours, tied = config.model_type in OURS, config.tie_word_embeddings
-    head, cache = config.vocab_size * config.hidden_size, cache_of(config, entries) * TOKENS
+    head = config.vocab_size * config.hidden_size
+    cache = cache_of(config, entries) * TOKENS + states_of(config) * 2 * SEQUENCES
     plain = sum(p.numel() for p in network.parameters()) * 2.0 + 2.0 * head * (not tied)
     matrices = [one.weight for one in network.modules() if type(one) is nn.Linear]
     for one in network.modules():
         if hasattr(one, "is_transposed"):  # experts
             matrices += [p.mT if one.is_transposed else p for p in one.parameters() if p.dim() == 3]
-    largest = max(2.0 * p.numel() for p in network.parameters())
+    mapped = 0.0 if ours else sum(2.0 * one.weight.numel() for one in network.modules()
+                                  if isinstance(one, nn.Embedding))
+    waits = 2.0 * head if ours else max(
+        sum(2.0 * p.numel() for p in layer.parameters()) for layer in network.layers)
     numbers = sum(p.numel() for p in matrices)
     lines = sum(p.numel() // p.shape[-1] for p in matrices)
     # The embedding that is the head has both forms where transformers looks rows up.
     wide = plain - 2.0 * numbers - 2.0 * head * (ours or not tied) + head + 4 * config.vocab_size
-    held = {"bfloat16": plain, "int8": wide + numbers + 4 * lines, "int4": wide + 0.625 * numbers}
-    return {kind: Size(size, size if ours else min(plain, size + 2 * largest), cache)
-            for kind, size in held.items()}
+    held = {"int8": wide - mapped + numbers + 4 * lines, "int4": wide - mapped + 0.625 * numbers}
+    return {"bfloat16": Size(plain, plain, cache, 0.0)} | {
+        kind: Size(size, size + waits, cache, mapped) for kind, size in held.items()}
+
+
+def states_of(config: transformers.PreTrainedConfig) -> float:
+    """Bytes of what Qwen 3.5's linear layers keep for a sequence. Convolutions keep little."""
+    layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    if not layers:
+        return 0.0
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return layers * (4.0 * values * config.linear_key_head_dim
+                     + 2.0 * (2 * keys + values) * (config.linear_conv_kernel_dim - 1))
 
 
 def cache_of(config: transformers.PreTrainedConfig, entries: dict) -> float:
@@ -135,40 +162,71 @@ def rows(checkpoints: dict[str, dict]) -> list[list[str]]:
         widest = [next((kind for kind, size in sizes.items()
                         if size.needed <= machine * GB - SYSTEM), "-") for machine in MACHINES]
         lines.append([f"`{name}`", *(f"{size.held / GB:.1f}" for size in sizes.values()),
-                      f"{sizes['int4'].loading / GB:.1f}", f"{sizes['int4'].cache / GB:.1f}",
+                      *(f"{getattr(sizes['int4'], part) / GB:.1f}"
+                        for part in ("loading", "mapped", "cache")),
                       *widest])
     return sorted(lines, key=lambda line: float(line[1]))
 
 
-def measure(name: str, kind: str) -> None:
-    """Anonymous memory of this process before and behind an engine of made-up weights."""
+def measure(name: str, kind: str, layers: int | None) -> None:
+    """Time and anonymous memory of one load. layers: of so many alone."""
+    entries = PUBLISHED[name] | ({} if layers is None else dict(num_hidden_layers=layers))
+    if layers is not None and "layer_types" in entries:
+        entries["layer_types"] = entries["layer_types"][:layers]
     with tempfile.TemporaryDirectory() as folder:
-        config = transformers.AutoConfig.for_model(**PUBLISHED[name])
-        config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-        config.save_pretrained(folder)
-        before = anonymous()
-        llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-                  max_model_len=512, num_gpu_blocks_override=32,
+        write_holes(transformers.AutoConfig.for_model(**entries), Path(folder))
+        before, most, is_ready = anonymous(), [0.0], threading.Event()
+
+        def watch() -> None:
+            while not is_ready.wait(0.02):
+                most.append(max(most.pop(), anonymous()))
+
+        threading.Thread(target=watch, daemon=True).start()
+        began = time.process_time()
+        llm = LLM(folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512,
+                  num_gpu_blocks_override=32, max_num_seqs=SEQUENCES,
                   quantization=None if kind == "bfloat16" else kind)
         with llm:
-            held = anonymous() - before
-        print(f"{name}, {kind}: {held / GB:.2f} GB held by the engine, "
-              f"{sizes_of(PUBLISHED[name])[kind].held / GB:.2f} GB of weights by the formula")
+            seconds, held = time.process_time() - began, anonymous() - before
+            is_ready.set()
+        size = sizes_of(entries)[kind]
+        print(f"{name}, {kind}, {entries.get('num_hidden_layers', 'all')} layers: {seconds:.0f} s, "
+              f"at most {(most[0] - before) / GB:.2f} GB (computed {size.loading / GB:.2f}), "
+              f"{held / GB:.2f} when ready (computed {size.held / GB:.2f})")
+
+
+def write_holes(config: transformers.PreTrainedConfig, folder: Path) -> None:
+    """A checkpoint whose one file has a header and a hole."""
+    with torch.device("meta"), no_init_weights():
+        network = transformers.AutoModelForCausalLM.from_config(config)
+    tied, header, end = network.get_expanded_tied_weights_keys(all_submodels=True), {}, 0
+    for name, tensor in network.state_dict().items():
+        if name not in tied:
+            begin, end = end, end + 2 * tensor.numel()
+            header[name] = dict(dtype="BF16", shape=[*tensor.shape], data_offsets=[begin, end])
+    config.architectures = [type(network).__name__]
+    config.save_pretrained(folder)
+    text = json.dumps(header).encode()
+    with Path(folder, "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def anonymous() -> float:
-    [kilobytes] = re.findall(r"Anonymous: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    [kilobytes] = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return 1024.0 * int(kilobytes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--measure", nargs=2, metavar=("CHECKPOINT", "KIND"))
+    parser.add_argument("--layers", type=int, help="measure the first ones alone")
     args = parser.parse_args()
     if args.measure:
-        measure(*args.measure)
+        measure(*args.measure, args.layers)
         return
-    head = ["checkpoint, GB of", *KINDS, "int4 while loading", f"cache of {TOKENS:,} tokens",
+    head = ["checkpoint, GB of", *KINDS, "int4 while loading", "left in the file",
+            "keys, values, states",
             *(f"on {machine} GB" for machine in MACHINES)]
     write(PAGE, table([head, ["---"] * len(head), *rows(PUBLISHED)]), BEGIN)
 
