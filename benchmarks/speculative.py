@@ -24,6 +24,11 @@ from nanoserve_extras.drafts.speculative import Speculation
 PROMPT = "Once upon a time there was a king who"
 
 
+def counts_of(speculation: Speculation) -> tuple[int, int]:
+    """Drafts until now, and their accepted tokens."""
+    return speculation.num_drafts, sum(speculation.num_accepted)
+
+
 def mean_length(before: tuple[int, int], after: tuple[int, int]) -> float:
     """Tokens that a row with a draft gets in a step: the accepted ones, and one more."""
     return 1 + (after[1] - before[1]) / max(after[0] - before[0], 1)
@@ -87,11 +92,11 @@ class Run:
 
 def measure(llm, prompt: str, params: list[SamplingParams]) -> Run:
     speculation = llm.extra(Speculation)
-    num_steps, counts = llm.metrics.num_steps, speculation and speculation.counts()
+    num_steps, counts = llm.metrics.num_steps, speculation and counts_of(speculation)
     start, cpu_start = time.perf_counter(), time.process_time()
     outputs = llm.generate([prompt] * len(params), params, use_tqdm=False)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    length = mean_length(counts, speculation.counts()) if speculation else 1.0
+    length = mean_length(counts, counts_of(speculation)) if speculation else 1.0
     return Run([output.outputs[0].token_ids for output in outputs],
                llm.metrics.num_steps - num_steps, length, seconds, cpu_seconds)
 

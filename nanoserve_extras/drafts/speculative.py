@@ -109,10 +109,6 @@ class Speculation(Extra):
         for seq in sequences:
             self.guesser.forget(seq)
 
-    def counts(self) -> tuple[int, int]:
-        """Drafts until now, and their accepted tokens."""
-        return self.num_drafts, sum(self.num_accepted)
-
     def metrics(self) -> list[Metric]:
         """A snapshot in vLLM's names."""
         counters = dict(num_drafts=self.num_drafts, num_draft_tokens=self.num_draft_tokens,
