@@ -6,12 +6,14 @@ the first one's answer), M-RoPE's positions of the wrong chunk (vLLM #10388), fe
 the wrong placeholders (vLLM #15764).
 """
 
+import json
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from architectures import Made
+from architectures import GQA, Made
 from checkpoints import assert_same_text, byte_tokenizer
 from guessing import count
 from helpers import watch_steps
@@ -200,20 +202,46 @@ def test_a_cache_too_small_for_all_images_encodes_them_anew(folders, seers):
 both = pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "gemma3"])
 
 
-@both
-def test_drafts_go_together_with_images(folders, seers, name):
-    """n-grams are guesses like any others. Of three words a text repeats itself, and not always:
-    guesses are right and wrong. Oracle: transformers, which may choose among the same words."""
+@pytest.mark.parametrize("name, method", [
+    ("llava", "eagle3"), ("qwen2.5-vl", "ngram"), ("gemma3", "ngram"),
+    *(pytest.param(*other, marks=pytest.mark.full) for other in (
+        ("llava", "ngram"), ("qwen2.5-vl", "eagle3"), ("gemma3", "eagle3")))])
+def test_drafts_go_together_with_images(folders, seers, name, method, tmp_path):
+    """Guesses are guesses. Of three words a text repeats itself, and not always: guesses are right
+    and wrong. Oracle: transformers, which may choose among the same words."""
     seer, words = seers[name], [3, 97, 150]
     expected = [seer.generate(prompt, 24, prefix_allowed_tokens_fn=lambda *_: words)[0]
                 for prompt in seer.prompts]
-    ngrams = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+    options = dict(prompt_lookup_min=1) if method == "ngram" else dict(
+        model=str(make_head(tmp_path / "head", words)))
+    drafts = dict(method=method, num_speculative_tokens=4) | options
     params = replace(GREEDY, allowed_token_ids=words, max_tokens=24)
-    with start(folders[name], speculative_config=ngrams, max_num_batched_tokens=13) as llm:
+    with start(folders[name], speculative_config=drafts, max_num_batched_tokens=13) as llm:
         outs = llm.generate(seer.prompts, params, use_tqdm=False)
         assert [out.outputs[0].token_ids for out in outs] == expected
         told = count(llm)
         assert 0 < told["num_accepted_tokens"] < told["num_draft_tokens"]
+
+
+def make_head(folder: Path, words: list[int]) -> Path:
+    """An EAGLE-3 head of random weights over two layers, which knows these words alone."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(GQA | dict(
+        model_type="llama", architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1,
+        draft_vocab_size=len(words), eagle_config=dict(eagle_aux_hidden_state_layer_ids=[0, 1]))))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"fc": (32, 64), "midlayer.self_attn.q_proj": (32, 64),
+              "midlayer.self_attn.k_proj": (16, 64), "midlayer.self_attn.v_proj": (16, 64),
+              "midlayer.self_attn.o_proj": (32, 32), "midlayer.mlp.gate_proj": (48, 32),
+              "midlayer.mlp.up_proj": (48, 32), "midlayer.mlp.down_proj": (32, 48),
+              "midlayer.input_layernorm": (32,), "midlayer.hidden_norm": (32,),
+              "midlayer.post_attention_layernorm": (32,), "norm": (32,),
+              "lm_head": (len(words), 32)}
+    save_file({f"{name}.weight": torch.randn(shape, generator=generator)
+               for name, shape in shapes.items()} | dict(
+        d2t=torch.tensor(words) - torch.arange(len(words)),
+        t2d=torch.isin(torch.arange(260), torch.tensor(words))), folder / "model.safetensors")
+    return folder
 
 
 @both
