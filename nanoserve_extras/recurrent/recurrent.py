@@ -278,7 +278,7 @@ class RecurrentModel(TransformersModel):
         with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
             self.states = self.make_states(max(
                 FIRST_ROW + self.most_rows * (1 + num_drafts) + self.num_snapshots,
-                4 + num_drafts))  # where graphs are tried: see `DecodeGraphs`
+                4 + num_drafts))  # a trial of graphs says 2, 3, 4 of our sections
         for states in self.states.values():
             states.is_scratch = True  # an engine that sleeps forgets them
 
@@ -424,10 +424,10 @@ class Recurrent(Extra):
     def prepare(self, plan: Plan) -> Plan:
         make = partial(plan.parts.make_network, make=partial(
             self.make, plan.config, self.options.snapshot_bytes, plan.parts.num_drafts))
-        return replace(plan, parts=replace(
+        own = dict.fromkeys(SECTIONS if plan.parts.num_drafts else SECTIONS[:2], True)
+        return replace(plan, parts=replace(  # its sections come first: see `states`
             plan.parts, make_network=make, calls=plan.parts.calls | {COPY: copy_states},
-            sections=plan.parts.sections | dict.fromkeys(
-                SECTIONS if plan.parts.num_drafts else SECTIONS[:2], True)))
+            sections=own | plan.parts.sections))
 
     def make(self, config: EngineConfig, snapshot_bytes: int | None, num_drafts: int, *args,
              **options) -> RecurrentModel:

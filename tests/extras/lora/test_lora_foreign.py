@@ -15,6 +15,7 @@ from hybrids import HYBRIDS, WRAPPED, make_wrapped
 from safetensors.torch import save_file
 from seeing import Seer, make_seeing
 from small_engine import drain_through, lose_steps
+from weight_kinds import needs_interpreter
 from wrappings import reference
 
 from nanoserve import LLM, LoRARequest
@@ -79,6 +80,18 @@ def test_adapters_in_other_modes(voices, name, options):
     with LLM(voices(name).base, **SMALL | options) as llm:
         for seeds in TURNS:
             voices(name).check(llm, seeds, f"{name}, {options}")
+
+
+@pytest.mark.full
+@needs_interpreter
+@pytest.mark.parametrize("name", ["qwen3.5", "granite4-h"])
+def test_adapters_in_recorded_steps_beside_states(voices, recorded, name):
+    """Each step names places of states; adapters' sections are zeros where no row has one."""
+    options = SMALL | dict(kernels="triton", max_num_seqs=2, block_size=16)
+    with LLM(voices(name).base, **options) as llm:
+        for seeds in ([1, None], [None], [None, 2]):
+            voices(name).check(llm, seeds, name)
+    assert len(recorded) > 20 and all(size.extra for size in recorded)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.full)])
