@@ -139,7 +139,6 @@ class ModelRunner:
             for tell in self.on_load:
                 tell(self.model)
         return_freed_memory()
-        self.record()
 
     def unload(self, weights: bool = True, kv_cache: bool = False) -> None:
         """Give memory back to the system: that of the network that is served, or of the KV cache,
@@ -211,7 +210,8 @@ class ModelRunner:
             self.copier = self.parts.make_copier and self.parts.make_copier(self)
 
     def record(self) -> None:
-        """Graphs, once weights and cache are there; none where that fails, which is said."""
+        """Graphs, once weights and cache are there; none where that fails, which is said. All ranks
+        record together."""
         if self.wants_graphs and self.kv_cache and self.model is not None:
             with self.on_device():
                 self.graphs = recorded(self.builder, self._states, self._choose, self.graph_class,

@@ -121,10 +121,9 @@ class NewWeights(Extra):
             self.engine.check_open()
             runner, tags = self.engine.runner, self.gone.intersection(tags or PARTS)
             call(runner, WAKE, "weights" in tags, "kv_cache" in tags,
+                 bool(tags) and tags == self.gone,  # all is there
                  self.engine.scheduler.blocks.num_blocks, self.engine.config.max_model_len)
             self.gone -= tags
-            if tags and not self.gone:
-                runner.record()
 
     def idle_runner(self, what: str) -> ModelRunner:
         """Take the results of steps in flight that nobody waits for. Raises `RuntimeError`."""
@@ -215,8 +214,9 @@ def call(runner: ModelRunner, what: int, *numbers: int,
 def answer(runner: ModelRunner, head: torch.Tensor,
            tensors: Tensors | None = None) -> Exception | None:
     """The same on every rank; all but rank 0 receive the tensors. Returns what failed here, or that
-    another rank failed."""
-    _, what, first, second, *sizes = head[:6].tolist()
+    another rank failed. Graphs are recorded once all ranks have all there is: one that recorded
+    alone would wait in a collective for ever."""
+    _, what, first, second, is_whole, *sizes = head[:7].tolist()
     tensors, error = tensors or received(runner.ranks), None
     try:
         if what == UPDATE:
@@ -241,6 +241,8 @@ def answer(runner: ModelRunner, head: torch.Tensor,
     except Exception as wrong:
         error = error or wrong
     if runner.ranks.least(error is None):
+        if what == UPDATE or is_whole:
+            runner.record()
         return None
     if what == UPDATE:
         runner.unload()

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import nanoserve_extras.quantization.formats  # noqa: F401 - its tables stay
 from nanoserve import LLM, SamplingParams
+from nanoserve_extras import new_weights
 from nanoserve_extras.drafts.speculative import Speculation
 from nanoserve_extras.foreign import foreign_layers  # noqa: F401
 from nanoserve_extras.layer_plan import layer_disk
@@ -119,6 +120,39 @@ def test_asleep_it_refuses_and_awake_it_writes_what_it_wrote(ranks_in_threads, c
                     texts(llm)
             llm.wake_up()
             assert texts(llm) == expected
+
+
+def test_two_ranks_record_graphs_once_both_have_all(ranks_in_threads, recorded, checkpoints,
+                                                     monkeypatch):
+    """Awake, and with new weights, but not while the other has none: it would wait for ever."""
+    broken, bring_back = [], new_weights.bring_back
+
+    def bring_back_but_on_rank_1(runner):
+        if runner.ranks.rank in broken:
+            raise MemoryError("no memory on rank 1")
+        bring_back(runner)
+
+    monkeypatch.setattr(new_weights, "bring_back", bring_back_but_on_rank_1)
+    with LLM(checkpoints["tiny"], **SMALL | dict(kernels="triton", max_num_seqs=1),
+             tensor_parallel_size=2) as llm:
+        def text() -> tuple[list[int], int]:
+            recorded.clear()
+            [out] = llm.generate([[5, 7, 9]], SamplingParams(temperature=0, max_tokens=2),
+                                 use_tqdm=False)
+            return out.outputs[0].token_ids, len(recorded)
+
+        expected, tensors = text(), as_dict(checkpoints["tiny"])
+        assert expected[1] == 2
+        llm.sleep(1)
+        llm.wake_up(["weights"])
+        llm.wake_up()
+        assert text() == expected
+        broken.append(1)
+        with pytest.raises(RuntimeError, match="another rank failed"):
+            llm.update_weights(tensors)
+        broken.clear()
+        llm.update_weights(tensors)
+        assert text() == expected
 
 
 def resident() -> int:
