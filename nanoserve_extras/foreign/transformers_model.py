@@ -457,7 +457,7 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
     """The network with its weights on a device. make: what it becomes. trial: only see whether
     `tensors` fill it. make_stage: makes a `ForeignStage`. The others: see `fill`."""
     left_out: list[int] = []
-    stage = make_stage and make_stage(config, on)
+    stage = None if trial or make_stage is None else make_stage(config, on)  # all names are tried
     kept: dict[str, Quantised] = {}
 
     def done(network: nn.Module, path: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, GQA, Made, assert_parity, make, texts_by
 from hybrids import HYBRIDS
+from safetensors.torch import load_file
 from test_layer_plan import SMALL, both, texts
 from transformers import GraniteConfig, GraniteForCausalLM
 
@@ -172,6 +173,11 @@ def test_layers_move_and_weights_are_replaced(checkpoints, prompts, everything):
         assert [one[1:3] for one in texts(llm, prompts[3:5])] == expected
         llm.sleep()
         llm.wake_up()
+        assert [one[1:3] for one in texts(llm, prompts[3:5])] == expected
+        weights = load_file(folder / "model.safetensors")
+        with pytest.raises(ValueError, match="missing tensors.*layers.2.mlp.up_proj"):
+            llm.update_weights({name: one for name, one in weights.items()
+                                if "layers.2.mlp.up_proj" not in name})  # rank 1 needs it
         assert [one[1:3] for one in texts(llm, prompts[3:5])] == expected
         llm.update_weights(folder)
         assert [one[1:3] for one in texts(llm, prompts[3:5])] == expected
