@@ -166,8 +166,8 @@ def read_format(entry: dict) -> Format:
     if not isinstance(method, str) or method not in readers:
         refuse("quant_method", method, f"choose one of {', '.join(readers)}, auto-round")
     form = readers[method](entry)
-    if others := [([name, f"re:{name.removeprefix('+:')}"], readers[method](entry | settings))
-                  for name, settings in settings_of_some(entry)]:
+    if others := [([target], readers[method](entry | settings))
+                  for target, settings in settings_of_some(entry)]:
         form = mixed([*others, (["Linear"], form)])
     if entry.get("kv_cache_scheme") is None:
         return form
@@ -175,13 +175,19 @@ def read_format(entry: dict) -> Format:
 
 
 def settings_of_some(entry: dict) -> Iterator[tuple[str, dict]]:
-    """Of GPTQModel's `dynamic`, whose keys are patterns, and AutoRound's `extra_config`: what is
-    packed otherwise than the rest. What neither packs has plain tensors."""
+    """What may be packed otherwise than the rest, as targets of `mixed`: by GPTQModel's `dynamic`,
+    whose keys are patterns, and AutoRound's `extra_config`, whose keys are names, or patterns of
+    any part of one. What neither packs has plain tensors. Those packed as the rest count, too: the
+    first pattern that matches is the one."""
     for name, one in (section(entry, "dynamic") | section(entry, "extra_config")).items():
         settings = {key: one[key] for key in BY_MODULE if isinstance(one, dict) and key in one}
-        if not name.startswith("-:") and settings.get("bits") not in (16, 32) and any(
-                entry.get(key) != value for key, value in settings.items()):
-            yield name, settings
+        if name.startswith("-:") or settings.get("bits") in (16, 32):
+            continue
+        if name in section(entry, "dynamic"):
+            yield f"re:{name.removeprefix('+:')}", settings
+        else:
+            is_pattern = set(name) & set("*+?^$()[]{}|\\")
+            yield f"re:.*(?:{name})" if is_pattern else name, settings
 
 
 def mixed(groups: list[tuple[list[str], Format]]) -> Format:
@@ -189,7 +195,8 @@ def mixed(groups: list[tuple[list[str], Format]]) -> Format:
     or the class of all ("Linear"), asked in this order, as compressed-tensors does."""
     targets = [(target, form) for named, form in groups for target in named]
     names = {translated(target): form for target, form in targets}
-    patterns = [(target[3:], form) for target, form in targets if target.startswith("re:")]
+    patterns = [(compiled(target[3:]), form) for target, form in targets
+                if target.startswith("re:")]
     if len(names) < len(targets):
         refuse("config_groups", [named for named, _ in groups], "no target may be in two")
 
@@ -198,12 +205,20 @@ def mixed(groups: list[tuple[list[str], Format]]) -> Format:
         while above and above not in names:
             above = above.rpartition(".")[0]
         return names.get(above) or next((
-            form for pattern, form in patterns if re.match(pattern, module)), names.get("Linear"))
+            form for pattern, form in patterns if pattern.match(module)), names.get("Linear"))
 
     forms = [form for _, form in groups]
     return Format(tuple({part for form in forms for part in form.parts}), forms[0].read,
                   min(form.bits for form in forms), any(form.is_ordered for form in forms),
                   passed_over=tuple({one for form in forms for one in form.passed_over}), find=find)
+
+
+def compiled(pattern: str) -> re.Pattern:
+    """Once: there may be more patterns than `re` remembers, and they are asked for each matrix."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        refuse("pattern", pattern, f"it is no regular expression ({error})")
 
 
 def refuse(name: str, value: Any, remedy: str) -> None:

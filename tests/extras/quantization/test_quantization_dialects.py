@@ -171,9 +171,12 @@ UP_AND_DOWN = {r"-:lm_head": {}, r"+:.*\.mlp\.(up|down)_proj": dict(bits=8), r".
     dict(dynamic={r"model\.layers\.\d+\.mlp\.[ud]": dict(bits=8, group_size=GROUP)}),
     dict(extra_config={f"model.layers.12.mlp.{name}_proj": dict(bits=8, sym=False)
                        for name in ("up", "down")} | {"lm_head": dict(bits=16)}),
-    dict(extra_config={r".*(up|down)_proj": dict(bits=8)})])
+    dict(dynamic={r"+:.*(gate|q)_proj": dict(bits=4), ".*": dict(bits=8)}),
+    dict(extra_config={r".*(up|down)_proj": dict(bits=8)}),
+    dict(extra_config={"(up|down)": dict(bits=8), "model.layers.1": dict(bits=8)})])
 def test_settings_of_some_matrices_go_by_their_names(settings):
-    """A pattern finds a name from its first letter on (GPTQModel's); AutoRound knows both."""
+    """GPTQModel's patterns match from the first letter on, AutoRound's anywhere, and the first that
+    does is the one. AutoRound knows names, too, and layer 1 is not layer 12."""
     form = read_format(GPTQ | dict(bits=4) | settings)
     for name, bits in (("mlp.up", 8), ("mlp.down", 8), ("mlp.gate", 4), ("self_attn.q", 4)):
         assert form.of(f"model.layers.12.{name}_proj").bits == bits
@@ -190,6 +193,7 @@ def test_the_text_of_a_file_with_4_bits_and_8(checkpoints, tmp_path):
 @pytest.mark.parametrize("entry, words", [
     (GPTQ | dict(dynamic={".*": dict(bits=3)}), "bits=3.*4 or 8"),
     (awq(8, 16, 0).entry | dict(extra_config={"layers.0.mlp": dict(bits=8)}), "bits=8.*choose 4"),
+    (GPTQ | dict(dynamic={"*.up": dict(bits=8)}), "pattern='..up'.* no regular expression"),
     (GPTQ | dict(dynamic=[".*"]), "dynamic=.*an object")])
 def test_settings_of_some_matrices_are_refused_as_those_of_all(entry, words):
     with pytest.raises(ValueError, match=words):
