@@ -228,10 +228,10 @@ class Experts(nn.Module):
                     self.fill, expert - self.experts.start, name)
 
     def fill(self, i: int, name: str, tensor: torch.Tensor) -> None:
+        if self.down_proj.is_meta:  # also where a rank has none of few experts
+            self.make_room()
         if not 0 <= i < self.experts.size:
             return
-        if self.down_proj.is_meta:
-            self.make_room()
         hidden, width = Span.whole(self.down_proj.shape[1]), self.inner.size
         if name == "down_proj":
             copy_share(self.down_proj[i], hidden, self.inner, tensor)

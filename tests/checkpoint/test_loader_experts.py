@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from nanoserve.checkpoint import loader
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers import Placement
+from nanoserve.layers import Experts, Placement
 from nanoserve.model import Decoder
 from nanoserve.parallel.ranks import Ranks
 
@@ -62,3 +62,12 @@ def test_dummy_weights_are_alike_where_ranks_must_be_alike(checkpoints, expert_p
     alike = {name for name in one if one[name].shape == other[name].shape
              and torch.equal(one[name], other[name])}
     assert {name for name in one if "norm" in name or ".mlp.gate." in name} <= alike
+
+
+def test_a_rank_without_experts_has_memory_for_none():
+    """Where there are fewer than ranks. What is on "meta" no device packs."""
+    experts = Experts(Ranks(0, 8).share(3), 16, 8, "silu", Placement(torch.float32, CPU))
+    for _, fill in experts.tensors("experts"):
+        fill(torch.ones(8, 16))
+    experts.finish_loading()
+    assert [(len(one), one.device) for one in experts.packed] == [(0, CPU)] * 2
