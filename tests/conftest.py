@@ -197,6 +197,15 @@ def ranks_in_threads(monkeypatch):
     monkeypatch.setattr(llm, "start_ranks", start_in_threads)
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """Engines on kernels record their steps with a stand-in for CUDA graphs (recorded_graphs.py).
+    The sizes that were replayed."""
+    from recorded_graphs import record_steps
+
+    return record_steps(monkeypatch)
+
+
 # ---- the engine that the tests of a file share; behind each test it must be idle and in order
 
 

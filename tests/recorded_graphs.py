@@ -87,8 +87,7 @@ def _overwrite(old, new):
         old.copy_(new)
 
 
-@pytest.fixture
-def recorded(monkeypatch):
+def record_steps(monkeypatch) -> list[Size]:
     """Engines record decode steps with the stand-in. Two splits for up to two rows."""
     kernels = pytest.importorskip("nanoserve.device.kernels")
     interpreted, lock = type(kernels._attention_kernel), threading.Lock()

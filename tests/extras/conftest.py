@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 from quick_interpreter import quick_interpreter  # noqa: F401
-from recorded_graphs import recorded  # noqa: F401
 
 
 @pytest.fixture(scope="module")
