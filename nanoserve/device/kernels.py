@@ -116,7 +116,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         even, result, stats, most = 1, out, None, multiprocessors(q.device)
         if phase != "prefill" or longest > MIN_SPLIT_KEYS:
             even = _num_splits(programs, num_kv_heads, SPLIT_PROGRAMS * most)
-        splits = even  # of any row, and of a long one
+        splits = even  # a long row may have more
         if phase != "prefill" and longest > 4 * LONG_KEYS:  # else joining takes more than it saves
             splits = max(even, _num_splits(programs, num_kv_heads, LONG_PROGRAMS * most))
         phase = "split" if phase == "decode" and even > 1 else phase

@@ -60,7 +60,7 @@ from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
 from nanoserve_extras.recurrent.recurrent_snapshots import FIRST_ROW, Snapshots
 
 Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
-SECTIONS = "state_sources", "state_places", "state_drafts"  # of the batch: see `Rows`
+SECTIONS = "state_sources", "state_places", "state_drafts"  # see `Rows`
 COPY = -5  # in the place of a step's first length: states to be copied come next
 CHUNKS = (4, 3, 1, 1)  # in the trial at load
 STATES_SHARE = 0.5  # the most for rows, as a share of the memory that is left
@@ -150,7 +150,7 @@ class Rows:
         if self.are_single:
             return [(slice(None), self.sources, self.places)]
         index, row, behind = self.tokens
-        if self.query_lens is None:  # of those that leave it in one place the last one counts
+        if self.query_lens is None:  # tokens may share a place: the last one counts
             is_last = index + 1 == self.starts[row + 1]
             return [(slice(None), self.sources,
                      torch.where(is_last | (self.drafts[row] > 0), self.slots, 0))]
@@ -433,7 +433,7 @@ class Recurrent(Extra):
         make = partial(plan.parts.make_network, make=partial(
             self.make, plan.config, self.options.snapshot_bytes, plan.parts.num_drafts))
         own = dict.fromkeys(SECTIONS if plan.parts.num_drafts else SECTIONS[:2], True)
-        return replace(plan, parts=replace(  # its sections come first: see `states`
+        return replace(plan, parts=replace(  # in front of other sections: see `states`
             plan.parts, make_network=make, calls=plan.parts.calls | {COPY: copy_states},
             sections=own | plan.parts.sections))
 
@@ -448,7 +448,7 @@ class Recurrent(Extra):
         model = engine.runner.model
         self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots,
                                    engine.runner.parts.num_drafts)
-        self.after: list[tuple[int, int]] = []  # what is copied behind the last step
+        self.after: list[tuple[int, int]] = []  # (from, to): still to be copied
         engine.add(self.snapshots)
         slow = ", the others by transformers' own mixers, which are slower"
         count = 1 + engine.runner.parts.num_drafts
