@@ -20,7 +20,8 @@ step with prompt tokens the kernels run long enough to hide the launches.
 
 Where rows have drafts to check, a size is a number of rows and one of tokens, which rows share as
 it comes: one row with a draft beside 60 that decode is a replay, too. For each power of two rows
-the first network has two such sizes, for a few drafts and for all that there can be.
+a network has two such sizes, for a few drafts and for all that there can be. A second network,
+which drafts, computes in them what the first has checked.
 
 A recording keeps the memory of what it returns. So no logits are returned: those of 20 sizes and
 152,000 tokens would be 0.7 GB. A network of transformers' has nothing else to return: all its
@@ -127,9 +128,10 @@ class DecodeGraphs:
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
         # Of the first network steps with sections of extras, and without, unless each has some.
         kinds = (True,) if any(builder.extra.values()) else {False, bool(builder.extra)}
-        self.sizes = [size._replace(extra=extra) for size in all_sizes(
-            max_num_seqs, num_networks, num_drafts, builder.most_samples)
-            if ragged or not size.drafts for extra in ((False,) if size.network else kinds)]
+        every = all_sizes(max_num_seqs, num_networks, num_drafts, builder.most_samples)
+        self.sizes = [size._replace(extra=extra) for size in every
+                      if ragged or size.network or not size.drafts
+                      for extra in ((False,) if size.network else kinds)]
         is_told, agree = (True, bool) if ranks is None else (ranks.rank == 0, ranks.least)
         # The layers, and the choice; with several ranks another one, where all rows are greedy.
         self.graphs: dict[Size, tuple[CudaGraph, ...]] = {}
@@ -232,8 +234,8 @@ def shared(output: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
 
 def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,
               most_samples: int) -> list[Size]:
-    """From the fewest tokens to the most: of each network's decodes, and of the first network's
-    rows with drafts. Without a drafter a grammar may still force a few tokens."""
+    """From the fewest tokens to the most: of each network's decodes, and of rows with drafts, or
+    with tokens that were some. Without a drafter a grammar may still force a few tokens."""
     sizes = [Size(rows, rows, network=network) for rows in graph_sizes(max_num_seqs)
              for network in range(num_networks)]
     powers = [2 ** i for i in range(10) if 2 ** i < max_num_seqs]
@@ -243,7 +245,7 @@ def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,
         for drafts in (few, max(few, min(most, MANY_TOKENS - rows))):
             tokens = min(rows + drafts, most_samples)
             if tokens > fewer + 1:  # one more row than before, and a draft
-                sizes.append(Size(rows, tokens, drafts=True))
+                sizes += [Size(rows, tokens, True, network) for network in range(num_networks)]
     return sorted(set(sizes), key=lambda size: (size.tokens, size.rows))
 
 

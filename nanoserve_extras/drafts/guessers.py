@@ -266,10 +266,17 @@ class ModelGuesser(Guesser):
 
 def write_drafts(runner: ModelRunner, step: Step, first: Step) -> None:
     """Launch `first`, whose samples are the first drafts, then a step for each further draft, and
-    put all of them into `step.drafts`."""
+    put all of them into `step.drafts`. Graphs are of steps with a sample for each token: the last
+    row samples once more for each that has none, unless these are a prompt's. Not where rows have a
+    token each: there a graph takes each for its own row's."""
+    asked, num_rows = first.sampling, len(first.num_new_tokens)
+    more = first.num_tokens - len(first.samples())
+    if runner.graphs is not None and first.num_tokens > num_rows and (
+            more <= len(asked) * runner.parts.num_drafts):
+        first.sampling = asked + asked[-1:] * more
     passes = [(first, runner.launch(first))]
-    for i in range(1, max((len(step.drafts[seq]) for seq in first.sampling), default=0)):
-        rows = [seq for seq in first.sampling if len(step.drafts[seq]) > i]
+    for i in range(1, max((len(step.drafts[seq]) for seq in asked), default=0)):
+        rows = [seq for seq in asked if len(step.drafts[seq]) > i]
         # Their input, the guess before, is still on the device: see batch.py.
         starts = [len(seq.token_ids) - 1 - first.shift + i for seq in rows]
         one = Step(step.index, dict.fromkeys(rows, 1), starts, rows, network=1, shift=first.shift)

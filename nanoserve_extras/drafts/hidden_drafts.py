@@ -16,8 +16,7 @@ such a head for themselves (`OwnHead`; of transformers' networks: hidden_drafts_
 
 Invariant: no token changes, as with any drafts (speculative.py). Known limits: heads of one layer,
 and no trees; in a block that others find, the last token's KV saw the token that was behind it
-then, so a draft there may be worse; the first drafts of a step, behind several tokens of a row,
-are in no CUDA graph.
+then, so a draft there may be worse.
 """
 
 import re

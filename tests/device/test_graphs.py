@@ -82,7 +82,7 @@ def test_any_row_may_have_some_drafts_beside_any_number_of_others(num_drafts, mo
 
 def test_what_is_recorded():
     """Steps that sample behind each of their tokens: no chunk, and no step that samples nothing. Of
-    a draft network its decodes. Drafts take fewer sizes than decodes."""
+    a draft network also what the first checks. Drafts take fewer sizes than decodes."""
     assert len(of_sizes(256).sizes) == 20 + 9
     graphs, step = of_sizes(8, 2, 3), decodes("abc")
     assert graphs.size_for(step) == Size(4, 4)
@@ -90,7 +90,7 @@ def test_what_is_recorded():
     longer = replace(step, num_new_tokens=dict(a=1, b=1, c=2))
     assert graphs.size_for(longer) is None
     assert graphs.size_for(replace(longer, drafts=dict(c=[7]))) == Size(4, 16, True)
-    assert graphs.size_for(replace(longer, drafts=dict(c=[7]), network=1)) is None
+    assert graphs.size_for(replace(longer, drafts=dict(c=[7]), network=1)) == Size(4, 16, True, 1)
     assert graphs.size_for(replace(step, sampling=["a", "b"])) is None
     assert graphs.size_for(Step(0)) is None and of_sizes(8).size_for(
         replace(step, network=1)) is None

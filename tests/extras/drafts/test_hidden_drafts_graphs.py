@@ -55,11 +55,12 @@ def test_states_are_found_by_the_slots_of_the_last_step_alone(tokens):
 @pytest.mark.parametrize("small, impl", [(True, "nanoserve"), (False, "transformers")])
 @needs_interpreter
 @pytest.mark.full
-def test_eagle_3(checkpoints, references, tmp_path, both_are_replayed, small, impl):
+def test_eagle_3(checkpoints, references, tmp_path, recorded, both_are_replayed, small, impl):
     head = make_head(tmp_path / "head", small)
     check_drafts("llama2", lambda **mode: start(checkpoints["llama2"], head, **GRAPHS, **(
         dict(model_impl=impl) if impl == "transformers" else {})),
         Dense(head, Reference(checkpoints["llama2"])), references, PROMPTS, ["batched"])
+    assert any(size.network and size.drafts for size in recorded)  # behind a draft that was right
 
 
 @needs_interpreter
