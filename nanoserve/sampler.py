@@ -160,7 +160,7 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
         chosen = (batch.logits_indices.long() if logits is None
                   else choose(logits, batch, inputs, ops))
     output = SamplerOutput(chosen, is_kept, failed=inputs.edits.failed if inputs.edits else {})
-    if inputs.logprob_rows:
+    if inputs.logprob_rows and logits is not None:  # rank 0 alone has logits
         asked = put(inputs.logprob_rows, torch.int64, device=logits.device)
         output.logprobs = score(logits.index_select(0, asked), chosen[asked], inputs.num_logprobs)
         output.logprob_rows = inputs.logprob_rows
