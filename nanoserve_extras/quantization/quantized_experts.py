@@ -8,10 +8,10 @@ the checkpoint's own names: rounded when the last tensor of one has come, or kep
 bits, and shared out to ranks by width. The router stays wide: which experts a token gets is decided
 by small differences.
 
-Invariant: on a CPU a row's result does not depend on the other rows. There each expert that was
-chosen is a product of its own, by a loop of Python's that reads where its rows start. A GPU would
-wait for that number in each layer: its one launch finds it on the device (quantized_triton.py), and
-can stand in a CUDA graph.
+Invariant: compiled for a CPU, a row's result does not depend on the other rows. On a CPU each
+expert that was chosen is a product of its own, by a loop of Python's that reads where its rows
+start. A GPU would wait for that number in each layer: its one launch finds it on the device
+(quantized_triton.py), and can stand in a CUDA graph.
 """
 
 from collections.abc import Callable
