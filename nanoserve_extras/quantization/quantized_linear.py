@@ -314,6 +314,8 @@ class QuantisedLinear(Linear):
         else:
             if self.weight.is_meta:
                 self.make_room(tensor.dtype if tensor.is_floating_point() else None)
+            elif tensor.itemsize > self.weight.itemsize:  # a narrower matrix has come before
+                self.weight.data = self.weight.to(tensor.dtype)
             super().fill(here, rows, tensor)
         self.awaited -= 1
         if self.awaited == 0:

@@ -15,11 +15,13 @@ from weight_kinds import KINDS, TOLERANCE, close, needs_compiler, row_counts
 
 from nanoserve.device import build
 from nanoserve.device.library import functions_of
+from nanoserve.layers import Placement
 from nanoserve.parallel.ranks import Span
 from nanoserve_extras.quantization import quantized_linear
 from nanoserve_extras.quantization.quantized_linear import (
     CpuWeight,
     Quantised,
+    QuantisedLinear,
     TorchWeight,
     join,
     round_groups,
@@ -125,6 +127,19 @@ def test_large_matrices_are_packed_in_portions(kind, size, monkeypatch):
         close(one.linear(torch.eye(64), None), meant.T)
         if not size:
             torch.testing.assert_close(one.rows(ids).double(), meant[ids])
+
+
+@both
+@pytest.mark.parametrize("names", ["kq", "qk"])
+def test_matrices_of_two_dtypes_are_rounded_once_in_any_order(size, names):
+    """A plain one beside one that a file quantises, say: q, k and v are one product."""
+    matrices = dict(q=torch.randn(32, 64), k=torch.randn(16, 64).bfloat16())
+    layer = QuantisedLinear(64, dict(q=32, k=16), False, Placement(torch.bfloat16, CPU),
+                            TorchWeight, size)
+    fills = dict(layer.tensors(""))
+    for name in names:
+        fills[f"{name}.weight"](matrices[name])
+    close(layer.multiply(torch.eye(64)), BY_SIZE[size](torch.cat([*matrices.values()])).T)
 
 
 # --------------------------------------------------------------- the compiled product
