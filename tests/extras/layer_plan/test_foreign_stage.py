@@ -6,6 +6,7 @@ meanwhile, and all threads share these.
 """
 
 from functools import partial
+from shutil import copytree
 from threading import RLock
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, GQA, Made, assert_parity, make, texts_by
 from hybrids import HYBRIDS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_layer_plan import SMALL, both, texts
 from transformers import GraniteConfig, GraniteForCausalLM
 
@@ -120,6 +121,19 @@ def test_layers_that_read_more_than_the_stream_are_refused(name, made):
     """On all ranks, though but one of them can tell."""
     with pytest.raises(ValueError, match="can't be shared out to stages.*layer_plan out"):
         LLM(made[name], **SEVERAL)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_they_read_beside_the_stream_may_be_little(made, tmp_path):
+    """What the trial sees is not rounding: the stream was the same."""
+    folder = copytree(made["gemma4"], tmp_path / "little")
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if "post_per_layer_input_norm" in name:
+            weights[name] *= 0.01
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="can't be shared out to stages"):
+        LLM(folder, **SEVERAL | dict(dtype="bfloat16"))
 
 
 def test_a_rank_has_its_layers_and_no_others(checkpoints, monkeypatch):
