@@ -88,8 +88,8 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
     from nanoserve.config import EngineConfig
     from nanoserve.frontend.facts import Fact
 
-    args, model_config, extras = read_model(args, folder)
-    given = list(given)
+    args, model_config, network = read_model(args, folder)
+    given, extras = list(given), []
     pools = args.runner == "pooling" or args.runner == "auto" and model_config.pools or any(
         Fact.GENERATES in one.ends for one in given)
     if not pools:
@@ -120,7 +120,10 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
                 if value not in (getattr(one.options, name), getattr(kind.Options(), name)):
                     raise ValueError(f"{name}={value!r} stands beside extras=[...], in which is "
                                      f"{kind.__name__}: give it to that one")
-    return args.part(EngineConfig), model_config, extras + given
+    # What was handed over stands where its option puts it: some ask what was prepared before them.
+    places = {f"{__name__}.{path}": i for i, path in enumerate(chosen)}
+    return args.part(EngineConfig), model_config, network + sorted(extras + given, key=lambda one: (
+        places.get(f"{type(one).__module__}.{type(one).__qualname__}", len(places))))
 
 
 def read_model(args: Any, folder: Any) -> tuple[Any, Any, list]:

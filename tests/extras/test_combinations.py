@@ -127,3 +127,9 @@ def test_an_extra_that_an_option_stands_for_is_there_once(qwen3):
         LLM(qwen3, extras=[LoRA(max_loras=1), LoRA(max_loras=2)])
     with LLM(qwen3, enable_lora=True, max_loras=4, extras=[lora := LoRA(max_loras=4)]) as llm:
         assert llm.extra(LoRA) is lora
+
+
+def test_an_extra_that_is_handed_over_stands_where_its_option_puts_it(qwen3):
+    """Whoever looks at what others have prepared sees it."""
+    with pytest.raises(ValueError, match="enable_lora does not go together with stages"):
+        LLM(qwen3, model_impl="transformers", pipeline_parallel_size=2, extras=[LoRA()])
