@@ -176,8 +176,9 @@ class ForeignStage:
         except Left as left:
             [stream] = left.args
         shape = 1, options["input_ids"].shape[1], self.made_up.shape[1]
-        if stream.shape != shape:
-            raise ValueError(f"a layer returns {tuple(stream.shape)} and not {shape}")
+        if stream.shape != shape or stream.dtype != self.made_up.dtype:
+            raise ValueError(f"a layer returns {tuple(stream.shape)} of {stream.dtype} and not "
+                             f"{shape} of {self.made_up.dtype}")
         return stream[0]
 
     def norm(self, stream: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from nanoserve import LLM
 from nanoserve_extras.foreign import foreign_weights, transformers_model
 from nanoserve_extras.layer_plan import layer_disk
-from nanoserve_extras.layer_plan.foreign_stage import ForeignStage
+from nanoserve_extras.layer_plan.foreign_stage import ForeignStage, Left
 from nanoserve_extras.layer_plan.layer_plan import LayerPlan, Place
 
 PROMPTS = [list(range(60, 100)), [7, 9, 200], [*range(60, 81), 5, 6]]
@@ -175,6 +175,19 @@ def test_layers_on_disk_leave_no_tensor_of_a_file_out():
     assert stage.on_disk == {"model.layers.0": 0}
     names = ["model.layers.1.mlp.up_proj.weight", "vision_tower.encoder.layers.7.norm.weight"]
     assert [name for _, name, _ in stage.pass_over((None, name, None) for name in names)] == names
+
+
+def test_a_stream_that_is_wider_than_what_the_next_rank_receives_is_refused():
+    """Some classes keep it in float32 whatever the weights are (Zaya)."""
+    row = torch.empty(0, 4, dtype=torch.bfloat16)
+    stage = ForeignStage(SimpleNamespace(place=Place(range(1)), row=row), num_layers=2)
+
+    def network(input_ids):
+        raise Left(torch.zeros(1, 3, 4))
+
+    stage.network = network
+    with pytest.raises(ValueError, match="float32 and not .* of torch.bfloat16"):
+        stage.through(dict(input_ids=torch.zeros(1, 3)))
 
 
 @pytest.mark.full
