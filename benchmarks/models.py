@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.tables import table, write
 from nanoserve import LLM
-from nanoserve.frontend.facts import Fact
 from nanoserve_extras.tools import verify
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -270,7 +269,7 @@ def try_network(name: str, folder: Path) -> tuple[str, str]:
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True)
     try:
         with LLM(folder, **options, num_gpu_blocks_override=16, max_model_len=64) as llm:
-            who = "our decoder" if Fact.OWN_NETWORK in llm.facts else "transformers"
+            who = "our decoder" if llm.runner.parts.make_network is None else "transformers"
             config = llm.model_config
     except ValueError as error:
         reason = re.search(r"is not supported: (.*)\. Use a checkpoint", str(error))
