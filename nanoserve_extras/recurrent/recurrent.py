@@ -469,7 +469,6 @@ class Recurrent(Extra):
         step.sections |= {name: {seq: row[i] for seq, row in rows.items()}
                           for i, name in enumerate(SECTIONS)}
 
-
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """On all ranks: each has the states of its layers."""
         ranks, head = self.runner.ranks, torch.zeros(HEAD, dtype=torch.int32)
@@ -492,8 +491,8 @@ def size_of(num_bytes: int) -> str:
 def share_memory(config: EngineConfig, snapshot_bytes: int | None, num_drafts: int,
                  state_bytes: int, token_bytes: int, budget: int) -> tuple[int, int]:
     """How many rows get a state, and how many snapshots there are. snapshot_bytes: for these, if
-    the user says so. budget: bytes that are left, for
-    states and KV. Raises `ValueError` where there is no room for one row."""
+    the user says so. budget: bytes that are left, for states and KV. Raises `ValueError` where
+    there is no room for one row. A stage of states alone has no KV, and asks for few snapshots."""
     row_bytes = state_bytes * (1 + num_drafts)
     num_rows = min(config.max_num_seqs, int((STATES_SHARE * budget - state_bytes) / row_bytes))
     if num_rows < 1:
