@@ -87,8 +87,8 @@ class Batch:
     seq_lens_host: list[int]  # (b,)
     network: int = 0  # see `Step`
     graph: tuple[int, ...] = ()  # the `Size` that is replayed, on all ranks
-    has_controls: bool = False  # in such a step logits are edited or scored, which no graph does
-    is_greedy: bool = False  # in such a step each row takes its likeliest token
+    has_controls: bool = False  # where a graph is replayed: logits are edited or scored behind it
+    is_greedy: bool = False  # ... or each row takes its likeliest token
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
     is_padded: bool = False  # for a graph whose rows may have several tokens: no row is a decode
 
@@ -224,8 +224,10 @@ class BatchBuilder:
                     place[len(values):] = place[len(values) - 1] if padding is AGAIN else padding
             at += length
             lengths.append(length)
-        has_controls = not step.network and any(seq.request.has_controls for seq in step.sampling)
-        is_greedy = not (has_controls or numbers["temperature"].any()) or step.network
+        has_controls = is_greedy = False
+        if size is not None:  # graphs alone ask
+            has_controls = not step.network and any(s.request.has_controls for s in step.sampling)
+            is_greedy = not (has_controls or numbers["temperature"].any()) or step.network
         host[:len(lengths) + 4] = [at, *lengths, step.network, has_controls, is_greedy]
         host[len(lengths) + 4:][:GRAPH] = size or 0
 
