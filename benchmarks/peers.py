@@ -135,6 +135,11 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
     workload. More are run until all runs together took `min_seconds`, since short runs vary most.
     """
     runs: dict[str, dict[str, list]] = {}
+    taken = ["nanoserve"]
+    for peer in peers:
+        if peer.name in taken:  # another tree of ours, say
+            peer.name += f" ({len(taken) + 1})"
+        taken.append(peer.name)
     commands = {peer.name: shortened(peer.asked) for peer in peers}
     clocks = [time.process_time, *(peer.cpu_seconds for peer in peers)]
     for name, requests in workload.items():
