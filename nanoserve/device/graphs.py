@@ -126,7 +126,8 @@ class DecodeGraphs:
                  is_ours: bool = True, ranks=None):
         max_num_seqs, device = len(builder.tables), builder.device_buffer.device
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
-        # Of the first network steps with sections of extras, and without, unless each has some.
+        # A step of the first network is recorded with the sections of extras and without them; with
+        # them alone if some extra fills its own in every step.
         kinds = (True,) if any(builder.extra.values()) else {False, bool(builder.extra)}
         every = all_sizes(max_num_seqs, num_networks, num_drafts, builder.most_samples)
         self.sizes = [size._replace(extra=extra) for size in every

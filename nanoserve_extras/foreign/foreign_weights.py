@@ -177,9 +177,11 @@ class Pieces(HfQuantizer, ConversionOps):
 def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: Path) -> None:
     """Weights must be plain floats, and tied ones be stored once or twice alike: transformers takes
     two that differ, and config.json says that they don't."""
-    for name, tensor in stored.items():  # in any dialect of names; some buffers are integers
+    # Names are in any dialect. Some buffers are integers, and have at most two dimensions; a tensor
+    # with more holds the matrices of all experts.
+    for name, tensor in stored.items():
         if tensor.dtype not in CHECKPOINT_DTYPES and (
-                name.endswith(("weight", "bias")) or tensor.dim() > 2):  # of all experts
+                name.endswith(("weight", "bias")) or tensor.dim() > 2):
             raise ValueError(f"{folder}: {name} is {tensor.dtype}: quantised weights are not "
                              "supported")
     for name, other in network.get_expanded_tied_weights_keys(all_submodels=True).items():
