@@ -1,7 +1,7 @@
 """vLLM's names for what has another name here, is not needed, or is missing: one table.
 
-A script that was written for vLLM, or a client of its server, uses names that this engine does not
-have. What becomes of such a name stands in its row of `TABLE`:
+A script that was written for vLLM uses names that this engine does not have. What becomes of such a
+name stands in its row of `TABLE`:
 
     enable_expert_parallel=True   another name for ours     handed on under our name
     disable_log_stats=True        changes no text           dropped, whatever its value
@@ -14,11 +14,10 @@ is a `TypeError`, which proposes a name of ours only if the two are very similar
 Invariant: nothing is accepted and ignored. A name that could change the text is dropped only if its
 value asks for what happens anyway: None, one of `Row.nothing`, or else False, 0 or an empty one.
 
-`LLM`, `SamplingParams`, the methods, the server's bodies and its command line read this table. What
-our own names mean is said in config.py. This file imports nothing of nanoserve, so that config.py
-may use it. Not each of vLLM's names has a row: few of them are in anybody's script, and a row that
-nobody meets grows old. But a field of a body that has no row is passed over (the server logs it
-once), so a row that keeps a text from being another one stays.
+`LLM`, `SamplingParams` and the methods read this table; the server has one more for its clients.
+What our own names mean is said in config.py. This file imports nothing of nanoserve, so that
+config.py may use it. Not each of vLLM's names has a row: few of them are in anybody's script, and a
+row that nobody meets grows old.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -33,10 +32,9 @@ Decorated = TypeVar("Decorated", bound=Callable)
 class Row(NamedTuple):
     """Names of one kind. With neither a remedy nor a name of ours they are harmless.
 
-    takers: "LLM" (its arguments; the command line, too), "serve" (the server's own options),
-    "SamplingParams", "call" (keywords of generate(), embed() and their kin), "prompt" (a dict's
-    keys), "pooling" (`PoolerConfig` and `PoolingParams`), "method" (of `LLM`), "import" (a class or
-    a function), "body" (a request to the server, where SamplingParams' fields stand as well).
+    takers: "LLM" (its arguments; the command line, too), "SamplingParams", "call" (keywords of
+    generate(), embed() and their kin), "prompt" (a dict's keys), "pooling" (`PoolerConfig` and
+    `PoolingParams`), "method" (of `LLM`).
     """
 
     takers: str
@@ -75,7 +73,7 @@ TABLE = (
         "it takes nothing from generation_config.json", ("auto", {})),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
-    Row("call prompt body", "mm_processor_kwargs", "say it when the engine is made, to LLM() or the"
+    Row("call prompt", "mm_processor_kwargs", "say it when the engine is made, to LLM() or the"
         " server"),
     Row("prompt", "multi_modal_data", "this engine reads text alone: make it with "
         "limit_mm_per_prompt={'image': 1}, see docs/vision.md"),
@@ -100,7 +98,7 @@ TABLE = (
         ("auto", "")),
     Row("LLM", "cpu_offload_gb", "use a smaller model, a narrower dtype, tensor_parallel_size or "
         "layer_plan"),
-    Row("LLM body", "kv_transfer_config kv_transfer_params", "say kv_store='folder': engines "
+    Row("LLM", "kv_transfer_config kv_transfer_params", "say kv_store='folder': engines "
         "that name the same folder find each other's blocks there"),
     Row("LLM", "speculative_model num_speculative_tokens", "use speculative_config={'method': "
         "'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp', 'num_speculative_tokens': "
@@ -114,7 +112,7 @@ TABLE = (
     # What a request asks for.
     Row("LLM SamplingParams", "extra_args vllm_xargs", "use logit_bias, allowed_token_ids and "
         "bad_words of SamplingParams, or write a control into controls.py"),
-    Row("LLM body", "logits_processors", "they are functions of a request in this process: use "
+    Row("LLM", "logits_processors", "they are functions of a request in this process: use "
         "SamplingParams(logits_processors=[f]) of LLM.generate"),
     Row("LLM SamplingParams call", "structured_outputs_config guided_decoding_backend "
         "guided_decoding guided_options_request guided_json guided_regex guided_choice "
@@ -144,7 +142,7 @@ TABLE = (
     Row("SamplingParams", "spaces_between_special_tokens"),  # there are none, as with False
     Row("SamplingParams call", "truncate_prompt_tokens", "pass the last token ids of the prompt; "
         "for a pooling model set it in PoolingParams"),
-    Row("LLM prompt body", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
+    Row("LLM prompt", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
     Row("call", "prompt_token_ids", "pass them as the prompts: [{'prompt_token_ids': [...]}, ...]"),
     Row("call", "chat_template_content_format", "a template gets the content of a message as text",
         ("auto", "string")),
@@ -152,76 +150,21 @@ TABLE = (
         "says"),
     Row("method", "set_tokenizer", "name it when the engine is made, with tokenizer="),
     # Pooling.
-    Row("call pooling body", "normalize activation softmax", "use use_activation= of "
+    Row("call pooling", "normalize activation softmax", "use use_activation= of "
         "PoolingParams or PoolerConfig", (None,)),
-    Row("body", "embed_dtype endianness", "vectors are float32, the lowest byte first: leave it "
-        "out", ("float32", "native", "little")),
     Row("LLM", "override_pooler_config", "use pooler_config="),
     Row("pooling method", "step_tag_id returned_token_ids reward",
         "encode(pooling_task='token_classify') gives a reward for each token"),
-    # What scripts import.
-    Row("import", "BeamSearchParams", BEST),
-    Row("import", "GuidedDecodingParams", "use StructuredOutputsParams"),
-    Row("import", "KVTransferConfig", "say kv_store='folder' to LLM(...)"),
-    Row("import", "CompilationConfig CompilationMode CUDAGraphMode AttentionConfig", "leave it "
-        "out: on a GPU decode steps are recorded as CUDA graphs by themselves"),
-    Row("import", "ImageAsset AudioAsset VideoAsset fetch_image MultiModalDataBuiltins",
-        "hand over an image of PIL, a path or bytes, and a sound as an array: see "
-        "docs/vision.md"),
-    Row("import", "ModelRegistry", "an architecture is a row in checkpoint/, see docs/models.md"),
-    Row("import", "logits_processor", "they are functions of a request here: use "
-        "SamplingParams(logits_processors=[f])"),
-    Row("import", "envs", "options of LLM(...) say what vLLM's environment variables do"),
-    # vLLM's options of its server.
-    Row("serve", "uvicorn_log_level disable_uvicorn_access_log disable_fastapi_docs max_log_len "
-        "enable_request_id_headers enable_server_load_tracking enable_tokenizer_info_endpoint "
-        "enable_force_include_usage enable_prompt_tokens_details"),
-    Row("serve", "enable_auto_tool_choice tool_call_parser reasoning_parser tool_parser_plugin",
-        "the format of calls and thoughts is read from the chat template: leave it out", (True,)),
-    Row("serve", "ssl_keyfile ssl_certfile ssl_ca_certs uds", "put a proxy in front of it, nginx "
-        "say"),
-    Row("serve", "api_server_count", "one process answers: leave it out", (1,)),
-    Row("serve", "chat_template_content_format", "a template gets what it expects", ("auto",)),
-    # What OpenAI's clients send to the server. Of the first row some tell who asks, or what is to
-    # be kept; a prediction, or a key for the prompt cache, is about speed.
-    Row("body", "user metadata store service_tier safety_identifier prompt_cache_key "
-        "prompt_cache_retention prediction parallel_tool_calls request_id session_id "
-        "include_reasoning include context_management output_config"),
-    Row("body", "previous_response_id conversation background prompt", "nothing is kept here: send "
-        "the whole conversation, and wait for its answer"),
-    Row("body", "truncation max_tool_calls container mcp_servers audio web_search_options",
-        "leave it out", ("disabled",)),
-    Row("body", "functions function_call", "use tools and tool_choice", ([], "none", "auto")),
-    Row("body", "tools tool_choice", "calls are a chat's: use /v1/chat/completions",
-        ([], "none", "auto")),
-    Row("body", "modalities", 'only ["text"] will do: this model writes text', (["text"],)),
-    Row("body", "suffix", "text in front of a suffix can't be filled in: put all of it in the "
-        "prompt"),
-    Row("body", "thinking", "only a chat's template thinks: leave it out",
-        ({}, "", {"type": "disabled"})),
-    Row("body", "extra_body", "OpenAI's client sends what is in it: put that into the body itself"),
-    Row("body", "truncation_side", "of a prompt that is cut the end stays", ("left",)),
-    Row("body", "truncation_direction", "use truncation_side", ("right",)),
-    Row("body", "documents", "write them into a message"),
-    Row("body", "add_special_tokens", "send token ids", (True,)),
-    Row("body", "max_tokens_per_doc max_chunks_per_doc", "cut texts with truncate_prompt_tokens"),
-    Row("body", "rank_fields", "documents are ranked by their text", (["text"],)),
-    Row("body", "echo", "the last message is yours: put it in front of the answer"),
-    Row("body", "detokenize", "ask for the token ids with return_token_ids", (True,)),
-    # A chat's, where they come in another language.
-    Row("body", "n", "one message is written at a time: use /v1/chat/completions", (1,)),
-    Row("body", "logprobs top_logprobs prompt_logprobs return_token_ids return_tokens_as_token_ids",
-        "answers here have no place for it: use /v1/chat/completions"),
-    Row("body", "response_format", "say it in text.format (/v1/responses), or in "
-        "output_config.format (/v1/messages)"),
-    Row("body", "max_completion_tokens max_output_tokens", "the limit of tokens is max_tokens, and "
-        "max_output_tokens in /v1/responses"),
-    Row("body", "verbosity", "say in the prompt how long the answer is", ("medium",)),
-    Row("body", "chat_template", "a template is a program, and comes with the server: nanoserve "
-        "serve --chat-template FILE"),
 )
-ROWS = {(taker, name): row for row in TABLE
-        for taker in row.takers.split() for name in row.names.split()}
+
+
+def rows_of(table: tuple[Row, ...]) -> dict[tuple[str, str], Row]:
+    """By who takes it, and name."""
+    return {(taker, name): row for row in table
+            for taker in row.takers.split() for name in row.names.split()}
+
+
+ROWS = rows_of(TABLE)
 
 
 def takes_vllms_words(where: str, taker: str) -> Callable[[Decorated], Decorated]:

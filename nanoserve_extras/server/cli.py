@@ -6,7 +6,7 @@
 
 Every option of `EngineConfig` is an option here, by its name with dashes: they are made from the
 dataclass, so a new one is there at once, checked by its own rule. An option of a dict takes JSON.
-vLLM's other options are read, too, and `LLM` renames, drops or refuses them (frontend/vllm.py).
+vLLM's other options are read, too, and `LLM` renames, drops or refuses them.
 
 After SIGTERM or Ctrl-C the server takes no more connections. Running requests may finish within
 `--drain-seconds`; then they are aborted, and the process ends with status 0.
@@ -35,11 +35,12 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from nanoserve.frontend.command import DashedParser
 from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.vllm import ROWS, nearest
+from nanoserve.frontend.vllm import nearest
 from nanoserve.llm import BUNDLED_MODEL, LLM
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.server.api import create_app
 from nanoserve_extras.server.async_llm import AsyncLLM
+from nanoserve_extras.server.vllm import ROWS
 
 # vLLM's names of options, but for those that are ours as well: the engine's, or the server's.
 OURS = {*(field.name for field in fields(EngineArgs)), "served_model_name"}

@@ -9,9 +9,9 @@ A body passes three checks, and whatever fails is a 400 that names the field:
 Which fields there are follows from `SamplingParams`: a new one is served at once. Of the others
 
     null, or a value that asks for nothing      is passed over
-    would change the text (frontend/vllm.py)       400: what to do instead
+    would change the text (vllm.py)             400: what to do instead
     nearly the name of a field here             400: did you mean ...?
-    harmless (frontend/vllm.py)                    is passed over
+    harmless (vllm.py)                          is passed over
     unknown                                     is passed over and logged once; 400 with `--strict`
 
 Invariant: a field that is left out, or null, has the model's own value (generation_config.json),
@@ -29,8 +29,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from nanoserve.config import RequestOutputKind, SamplingParams
-from nanoserve.frontend import vllm
+from nanoserve.frontend.vllm import nearest
 from nanoserve_extras.server.errors import TOO_LONG, BadRequest
+from nanoserve_extras.server.vllm import ROWS
 
 MAX_TOOLS, MAX_SCHEMAS = 128, 200_000  # OpenAI's number; characters of all schemas together
 # One of these in a tool's schema says what its arguments are.
@@ -112,12 +113,12 @@ class Fields(BaseModel):
                                                                  ()))]
         unknown = 0
         for name, value in list(self.model_extra.items()):
-            row = vllm.ROWS.get(("body", name)) or vllm.ROWS.get(("SamplingParams", name))
+            row = ROWS.get(("body", name)) or ROWS.get(("SamplingParams", name))
             if name in names or value is None or (row and row.asks_for_nothing(value)):
                 del self.model_extra[name]
             elif row is not None:
                 raise BadRequest(f"{name} is not supported: {row.remedy}", name)
-            elif (unknown := unknown + 1) <= MAX_COMPARED and (near := vllm.nearest(name, names)):
+            elif (unknown := unknown + 1) <= MAX_COMPARED and (near := nearest(name, names)):
                 raise BadRequest(f"there is no field {name}: did you mean {near}?", name)
         return self
 

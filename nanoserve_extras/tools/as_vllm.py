@@ -5,8 +5,8 @@
     from vllm.sampling_params import ...  ─┘                          └─► ImportError: what to use
 
 A finder in front of Python's own (PEP 451) answers for `vllm` and for each of its submodules. All
-of these stand-ins know the same names, because vLLM moves names between its modules. A name that is
-missing here has its row in frontend/vllm.py, as every other word of vLLM's.
+of these stand-ins know the same names, because vLLM moves names between its modules. For a name
+that is missing here `INSTEAD` has a remedy.
 
 Invariant: nothing is replaced by something that does less: a stand-in has a name only if what it
 stands for is here. Known limit: what a script reads of vLLM's insides is not there. The script's
@@ -32,7 +32,7 @@ import nanoserve
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.frontend.command import command
-from nanoserve.frontend.vllm import ROWS, in_our_words, nearest
+from nanoserve.frontend.vllm import BEST, in_our_words, nearest
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated
@@ -57,6 +57,20 @@ HOMES |= {name: f"nanoserve.frontend.metrics:{name}"
           for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")}
 HOMES |= {f"{kind}RequestOutput": f"{POOLING}:PoolingRequestOutput"
           for kind in ("Embedding", "Classification", "Scoring")}
+# Names, and modules, that scripts import and that are missing here: what to do instead.
+INSTEAD = {
+    "BeamSearchParams": BEST, "GuidedDecodingParams": "use StructuredOutputsParams",
+    "KVTransferConfig": "say kv_store='folder' to LLM(...)",
+    "ModelRegistry": "an architecture is a row in checkpoint/, see docs/models.md",
+    "logits_processor": "they are functions of a request here: use "
+                        "SamplingParams(logits_processors=[f])",
+    "envs": "options of LLM(...) say what vLLM's environment variables do"}
+INSTEAD |= dict.fromkeys(
+    ("CompilationConfig", "CompilationMode", "CUDAGraphMode", "AttentionConfig"),
+    "leave it out: on a GPU decode steps are recorded as CUDA graphs by themselves")
+INSTEAD |= dict.fromkeys(
+    ("ImageAsset", "AudioAsset", "VideoAsset", "fetch_image", "MultiModalDataBuiltins"),
+    "hand over an image of PIL, a path or bytes, and a sound as an array: see docs/vision.md")
 
 
 class StandIn(ModuleType):
@@ -76,8 +90,8 @@ class StandIn(ModuleType):
         near = nearest(name, [*HOMES, *nanoserve.__all__])
         hint = f"did you mean {near}?" if near else "it is not here"
         for word in (name, self.__name__.rpartition(".")[2]):  # or all that is in this module
-            if row := ROWS.get(("import", word)):
-                hint = row.remedy
+            if word in INSTEAD:
+                hint = INSTEAD[word]
                 break
         raise ImportError(f"nanoserve has no {self.__name__}.{name}: {hint}")
 

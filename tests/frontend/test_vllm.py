@@ -11,6 +11,7 @@ import pytest
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.frontend import vllm
 from nanoserve_extras.engine_args import EngineArgs
+from nanoserve_extras.server import vllm as server
 
 pytestmark = pytest.mark.floor
 
@@ -106,12 +107,12 @@ def test_no_name_is_ours_and_refused_at_once():
 
 
 def test_a_name_has_one_row_for_each_who_takes_it():
-    takers = {"LLM", "serve", "import", "SamplingParams", "call", "prompt", "pooling", "method",
-              "body"}
-    pairs = [(taker, name) for row in vllm.TABLE for taker in row.takers.split()
+    takers = {"LLM", "serve", "SamplingParams", "call", "prompt", "pooling", "method", "body"}
+    table = (*vllm.TABLE, *server.TABLE)
+    pairs = [(taker, name) for row in table for taker in row.takers.split()
              for name in row.names.split()]
     assert len(pairs) == len(set(pairs)) and {taker for taker, _ in pairs} == takers
-    for row in vllm.TABLE:
+    for row in table:
         assert not (row.remedy and row.ours) and (row.remedy or row.nothing in ((), (None,))), row
 
 
