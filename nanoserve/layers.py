@@ -164,14 +164,14 @@ class Embedding(nn.Module):
     """Token ids to vectors; with tied weights its matrix is the LM head, too.
 
     A rank keeps a range of the vocabulary and gives zeros for the other tokens; the ranks' results
-    are summed. A packed weight has no rows to look up, so a tied one may be kept twice.
+    are summed. A tied weight is packed, and looked up there, so that it is there once.
     """
 
     def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False):
         super().__init__()
         self.tokens, self.ranks, self.ops, self.tied = tokens, on.ranks, on.ops, tied
-        self.weight = on.weight(tokens.size, hidden_size)
-        self.packed: torch.Tensor | None = None
+        self.weight, self.dtype = on.weight(tokens.size, hidden_size), on.dtype
+        self.packed: torch.Tensor | None = None  # takes the place of a tied weight
 
     def tensors(self, path: str) -> Tensors:
         columns = Span.whole(self.weight.shape[1])
@@ -179,7 +179,7 @@ class Embedding(nn.Module):
 
     def finish_loading(self) -> None:
         if self.tied:
-            self.packed = self.ops.pack(self.weight.data)
+            self.packed, self.weight = self.ops.pack(self.weight.data), None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)"""
@@ -192,7 +192,9 @@ class Embedding(nn.Module):
 
     def look_up(self, rows: torch.Tensor) -> torch.Tensor:
         """The vectors in these rows of the weight."""
-        return F.embedding(rows, self.weight)
+        if self.packed is None:
+            return F.embedding(rows, self.weight)
+        return self.ops.look_up(rows, self.packed).to(self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As the LM head: (num_rows, hidden_size) -> (num_rows, tokens that are here)"""

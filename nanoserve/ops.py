@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from nanoserve.batch import Batch
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
-           "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
+           "look_up", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 Floors = tuple[torch.Tensor, torch.Tensor]  # see `floors`
@@ -47,6 +47,11 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias. x: (rows, inputs); packed: see `pack`. Returns (rows, outputs)."""
     return F.linear(x, packed, bias)
+
+
+def look_up(ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Rows of a packed weight: ids (n,) -> (n, inputs), in its dtype or one that holds it."""
+    return F.embedding(ids, packed)
 
 
 # ------------------------------------------------------- norms and gated MLPs

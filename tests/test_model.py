@@ -82,6 +82,6 @@ def test_gemmas_embedding_is_scaled_in_its_own_precision(dtype):
     model = Decoder(config, Placement(dtype, torch.device("cpu")))
     load_dummy_weights(model, seed=0)
     theirs = Gemma3TextScaledWordEmbedding(260, 48, None, embed_scale=48 ** 0.5)
-    theirs.weight.data = model.embed_tokens.weight.data
+    theirs.weight.data = model.embed_tokens.packed
     ids = torch.arange(260)
     assert torch.equal(model.embed(ids), theirs(ids))

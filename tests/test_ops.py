@@ -23,7 +23,7 @@ from nanoserve.device.graphs import Size
 from nanoserve.sequence import Step
 
 NAMES = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
-         "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
+         "look_up", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 # How far a result may be from float64's, relative to the largest number: of one rounding.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 CPU = torch.device("cpu")
@@ -103,6 +103,9 @@ def test_linear(ops, dtype, outputs, inputs):
             assert got.dtype == dtype and got.shape == (rows, outputs)
             if rows:
                 close(got, exact, 2)
+    ids = torch.tensor([outputs - 1, 0, outputs // 2, 0])
+    assert torch.equal(ops.look_up(ids, packed).to(dtype), kept[ids])
+    assert ops.look_up(ids[:0], packed).shape == (0, inputs)
 
 
 def test_linear_takes_rows_of_a_larger_matrix(ops, dtype):

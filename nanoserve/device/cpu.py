@@ -24,7 +24,7 @@ from nanoserve.device.library import functions_of, in_float32
 from nanoserve.device.memory import zeros
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
-           "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
+           "look_up", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
            "delta_rule"]  # the last is recurrent_delta.py's
 
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
@@ -58,6 +58,11 @@ def pack(weight: torch.Tensor) -> PackedWeight:
 
 def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     return LIBRARY.product(x.contiguous(), None, packed, bias)
+
+
+def look_up(ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    rows = packed.memory[0, ids // PANEL, :, ids % PANEL]  # (n, units)
+    return rows.view(packed.dtype)[:, :packed.shape[-1]]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -44,12 +44,12 @@ from nanoserve.device.kernels_fused import (
     table_line,
 )
 from nanoserve.device.kernels_sampling import draw, floors
-from nanoserve.ops import argmax, linear, new_cache, pack
+from nanoserve.ops import argmax, linear, look_up, new_cache, pack
 
 # The namespace. Matrix products are cuBLAS's, which `ops` calls through torch; the cache is `ops`'s
 # own (in 8 bits in another order); all but attention comes from the other files of kernels.
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
-           "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
+           "look_up", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
            "delta_rule"]  # the last is recurrent_delta.py's
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, as it is at this import
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction

@@ -40,10 +40,11 @@ from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 # Of the norm of what is right: a rounding at the end, and one of each number on the way.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 # These share a layout in memory, or one check.
-TOGETHER = ({"new_cache", "norm_rope_store", "paged_attention"}, {"pack", "linear", "experts"},
-            {"rms_norm", "add_rms_norm"}, {"argmax", "floors", "draw"})
+TOGETHER = ({"new_cache", "norm_rope_store", "paged_attention"},
+            {"pack", "linear", "look_up", "experts"}, {"rms_norm", "add_rms_norm"},
+            {"argmax", "floors", "draw"})
 # The functions that a check calls, where it is not the one of its name.
-USES = {"rms_norm": ["rms_norm", "add_rms_norm"], "linear": ["pack", "linear"],
+USES = {"rms_norm": ["rms_norm", "add_rms_norm"], "linear": ["pack", "linear", "look_up"],
         "experts": ["pack", "experts"], "draw": ["argmax", "floors", "draw"],
         "paged_attention": ["new_cache", "norm_rope_store", "paged_attention"]}
 WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
@@ -227,6 +228,7 @@ def check_products(twin: ModuleType, shapes: Shapes, device: torch.device) -> Co
         x = numbers(shapes, device, rows, shapes.hidden_size)
         yield (f"a batch of {rows}", twin.linear(x, packed, bias),
                ops.linear(x.float(), weight.float(), bias.float()))
+    yield "rows", twin.look_up(torch.arange(136, device=device).flip(0), packed), weight.flip(0)
 
 
 def check_experts(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:

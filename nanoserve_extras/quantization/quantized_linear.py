@@ -286,7 +286,8 @@ def library() -> SimpleNamespace:
 
 # ------------------------------------------------------------------------ layers
 
-OPS = SimpleNamespace(linear=lambda x, packed, bias=None: packed.linear(x, bias))
+OPS = SimpleNamespace(linear=lambda x, packed, bias=None: packed.linear(x, bias),
+                      look_up=lambda ids, packed: packed.rows(ids))
 
 
 class QuantisedLinear(Linear):
@@ -340,20 +341,9 @@ class QuantisedLinear(Linear):
 
 
 class QuantisedEmbedding(Embedding):
-    """Where the embedding is the LM head, too, look-ups read the head's rounded rows, so that the
-    matrix is kept once. Otherwise the embedding is not rounded."""
+    """Where it is the LM head, too, its rows are rounded by `kind`. Otherwise it is not rounded."""
 
     def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False, *,
                  kind: type):
         super().__init__(tokens, hidden_size, on, tied)
-        self.ops, self.kind = OPS, kind
-
-    def finish_loading(self) -> None:
-        if self.tied:
-            self.packed = self.kind.of(self.weight.data)
-            self.dtype, self.weight = self.weight.dtype, None
-
-    def look_up(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.packed is None:
-            return super().look_up(rows)
-        return self.packed.rows(rows).to(self.dtype)
+        self.ops = SimpleNamespace(**vars(OPS), pack=kind.of)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers import Experts, Linear, Placement
+from nanoserve.layers import Embedding, Experts, Linear, Placement
 from nanoserve.model import Decoder
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
     """By name, in a namespace that packs nothing: a packed weight is what its parameter was."""
     weights = dict(model.named_parameters())
     for path, module in model.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) or isinstance(module, Embedding) and module.tied:
             weights[f"{path}.weight"] = module.packed
         elif isinstance(module, Experts):
             weights[f"{path}.gate_up_proj"], weights[f"{path}.down_proj"] = module.packed
