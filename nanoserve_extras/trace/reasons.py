@@ -3,7 +3,7 @@
     A is computed, B begins with the same blocks, C is longer than what the budget leaves, D is last
 
     B waits for blocks that A is computing
-    C needs 14 tokens at once, 2 of the budget are left: it may overtake B only whole
+    C needs 14 tokens at once to overtake B, 2 of the budget are left
     D stands behind C
 
 The scheduler notes in the step who sat out for whose blocks, who was preempted for whom, and at
@@ -97,8 +97,8 @@ def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     if lacks == "tokens":
         first = next(iter(step.sitting_out), None)
         budget = step.budget + sum(map(len, step.drafts.values()))
-        return f"needs {many(needed, 'token')} at once, {budget} of the budget are left: " + (
-            f"it may overtake {first.name} only whole" if first else "enable_chunked_prefill=False")
+        why = "(enable_chunked_prefill=False)" if first is None else f"to overtake {first.name}"
+        return f"needs {many(needed, 'token')} at once {why}, {budget} of the budget are left"
     free = scheduler.blocks.num_free_blocks
     reason = f"needs {many(needed, 'block')}, {free:,} {'is' if free == 1 else 'are'} free"
     if seq.row < 0:

@@ -83,14 +83,14 @@ def test_whoever_overtakes_must_fit_whole():
     add(scheduler, list(range(10))), add(scheduler, [*range(8), 50, 51]), add(scheduler, 9)
     assert told(scheduler, scheduler.schedule()) == {
         "B": "waits for blocks that A is computing",
-        "C": "needs 9 tokens at once, 2 of the budget are left: it may overtake B only whole"}
+        "C": "needs 9 tokens at once to overtake B, 2 of the budget are left"}
 
 
 def test_without_chunks_a_prompt_waits_for_a_budget_that_holds_it():
     scheduler = make(budget=12, enable_chunked_prefill=False, max_model_len=12)
     add(scheduler, 7), add(scheduler, 6)
     assert told(scheduler, scheduler.schedule()) == {
-        "B": "needs 6 tokens at once, 5 of the budget are left: enable_chunked_prefill=False"}
+        "B": "needs 6 tokens at once (enable_chunked_prefill=False), 5 of the budget are left"}
 
 
 def test_the_budget_is_used_up_for_those_that_wait_and_those_that_run():

@@ -235,7 +235,7 @@ def test_the_page_says_who_waits_and_why(browser, runs):
     browser.open(runs["demo"][0], "#0")
     assert words(browser, "#why") == (
         "B waits for blocks that A is computing\n"
-        "C needs 14 tokens at once, 2 of the budget are left: it may overtake B only whole")
+        "C needs 14 tokens at once to overtake B, 2 of the budget are left")
     browser.js("page.seek(3)")
     browser.settle()
     assert words(browser, "#news") == "C is preempted for A" and words(browser, "#why") == ""
@@ -260,7 +260,7 @@ def test_remarks_lead_from_step_to_step(browser, runs):
     browser.open(runs["demo"][0], "#0")
     assert words(browser, "#remarks").splitlines() == [
         "step 0: B waits for blocks that A is computing",
-        "step 0: C needs 14 tokens at once, 2 of the budget are left: it may overtake B only whole",
+        "step 0: C needs 14 tokens at once to overtake B, 2 of the budget are left",
         "step 1: B hits: its first 8 tokens are in the cache, and not computed",
         "step 1: B computes its prompt in a step in which others decode",
         "step 1: C gets a chunk of 7 tokens: the budget has no more",
