@@ -168,6 +168,8 @@ class ModelConfig:
         entries = _without_nulls(config)
         if architecture not in WRAPPINGS:
             entries = dict.fromkeys(NEEDED) | entries
+            if kind == "mistral" and "layer_types" in entries:
+                kind = "ministral"  # as transformers does, but for the text of a wrapping
         hf, rope, rope_local = _read_by_transformers(kind, entries)
         generation = generation or {}
         bias = getattr(hf, "attention_bias", False)
@@ -303,8 +305,6 @@ def _read_by_transformers(kind: str, config: dict) -> tuple[Any, Rope, Rope | No
     the class knows is read. Raises `ValueError`."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    if kind == "mistral" and "layer_types" in config:
-        kind = "ministral"  # as transformers does
     made_by: Any = CONFIG_MAPPING[kind]
     by_kind = kind == "gemma3_text"
     known = {f.name for f in fields(made_by) if not f.name.endswith("_token_id")}

@@ -94,6 +94,8 @@ def read_foreign(asked: EngineArgs,
         flat = flatten(architecture, entries, asked.hf_overrides or {}, stored_names(folder))
         for part in (entries, entries.get("text_config") or {}):
             part |= {k: v for k, v in flat.items() if k == "tie_word_embeddings"}
+    if architecture == "MistralForCausalLM" and "layer_types" in entries:  # as transformers does
+        architecture, entries["model_type"] = "MinistralForCausalLM", "ministral"
     stored = read_quantization(entries)
     hf_config = read_hf_config(architecture, {  # transformers would look for its own readers
         name: entry for name, entry in entries.items() if name not in QUANTIZED})

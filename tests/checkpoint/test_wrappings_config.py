@@ -69,6 +69,11 @@ def test_what_the_text_of_a_wrapping_does_not_know_means_nothing(tmp_path):
     config = read(tmp_path, architectures=["Qwen3VLForConditionalGeneration"], text_config=dict(
         use_sliding_window=True, sliding_window=8, max_window_layers=0))
     assert config.windows == (None,) * 32
+    # transformers makes a Ministral of a Mistral with types of layers, but not within a wrapping.
+    config = read(tmp_path, architectures=["LlavaForConditionalGeneration"], text_config=dict(
+        model_type="mistral", num_hidden_layers=2, sliding_window=8, layer_types=[
+            "full_attention", "sliding_attention"]))
+    assert config.windows == (8, 8)
 
 
 @pytest.mark.parametrize("rope", [

@@ -23,7 +23,7 @@ from architectures import (
 )
 from checkpoints import EOS, Reference, assert_same_text
 from helpers import poisoned, write_json
-from transformers import CodeGenConfig, ExaoneConfig
+from transformers import CodeGenConfig, ExaoneConfig, MistralConfig
 
 from nanoserve import LLM, SamplingParams
 from nanoserve_extras.foreign.transformers_model import attend
@@ -108,6 +108,16 @@ def test_a_copy_of_a_family_goes_by_its_own_name(few_prompts, tmp_path):
         assert_parity(llm, few_prompts, texts, "exaone")
     with pytest.raises(ValueError, match="has no model of that name"):
         start(folder, hf_overrides=dict(model_type="opt"))
+
+
+@pytest.mark.parametrize("impl", ["nanoserve", "transformers"])
+def test_a_mistral_whose_file_names_layer_types_is_a_ministral(few_prompts, tmp_path, impl):
+    """transformers makes it one as it reads the file. As a Mistral all layers had the window."""
+    folder = make(MistralConfig(**GQA, sliding_window=5), tmp_path / "mistral")
+    write_json(folder / "config.json", layer_types=["full_attention", "sliding_attention"])
+    texts = texts_by({"mistral": folder}, few_prompts)("mistral")
+    with start(folder, model_impl=impl) as llm:
+        assert_parity(llm, few_prompts, texts, impl)
 
 
 def test_our_decoder_and_transformers_network_write_the_same(made, few_prompts, capsys):
