@@ -10,8 +10,8 @@ mean one thing each, everywhere:
     num_tokens           tokens of a sequence: prompt, output, and samples still on the device
     num_prompt_tokens    how many of them came with the request
     num_computed_tokens  how many have their KV in the cache, confirmed by a finished step
-    num_inflight_tokens  how many more a launched, unfinished step is computing or loading; among
-                         them are drafts, which the step checks
+    num_inflight_tokens  how many more the launched, unfinished steps compute or load; among them
+                         are drafts, which these steps check
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
     num_prompt_logprobs  how many prompt positions, from the first on, must give a prompt logprob
@@ -27,8 +27,8 @@ mean one thing each, everywhere:
     seq_len              tokens a row attends to: everything before the step plus query_len
     cu_seqlens_q         running sum of the query lengths, with a leading 0
     order                who goes first: the sort key of both queues, `Scheduler.order`
-    depth                how many steps stay in flight while the next is scheduled: 1 with overlap,
-                         one less than there are stages
+    depth                how many steps stay in flight while the next is scheduled: 0, with overlap
+                         1, and with overlap and n pipeline stages n - 1
     pack                 lay a weight out as a device multiplies with it: `ops.pack`
 
 Invariant: one owner per fact. The scheduler changes a sequence's progress and the block manager its
@@ -49,7 +49,7 @@ class CoreRequest:
 
     request_id: str
     params: SamplingParams
-    arrival: int = 0  # order of arrival; breaks ties of priority
+    arrival: int = 0  # its place in the order of arrival
     priority: int = 0  # lower is served first
     arrival_time: float = 0.0  # in seconds, by any clock that all requests share
     max_num_tokens: int = 0  # prompt plus output of a sample never grow beyond this
@@ -59,17 +59,17 @@ class CoreRequest:
     bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
     adapter_id: int = 0  # 0: no LoRA adapter
     root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
-    contents: dict[int, bytes] = field(default_factory=dict)  # by block: pixels' hashes
+    contents: dict[int, bytes] = field(default_factory=dict)  # a block's index: its image's hash
 
     @cached_property
     def needs_output_tokens(self) -> bool:
         """Whether the next draw must know the values of all output tokens before."""
         params = self.params
-        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        followed = (params.structured_outputs, params.thinking_token_budget,
-                    params.logits_processors or None)
-        return followed != (None, None, None) or (
-            penalties != (1, 0, 0) or any(len(word) > 1 for word in self.bad_word_ids))
+        has_grammar = (params.structured_outputs, params.thinking_token_budget) != (None, None)
+        has_penalties = (params.repetition_penalty, params.frequency_penalty,
+                         params.presence_penalty) != (1, 0, 0)
+        has_long_words = any(len(word) > 1 for word in self.bad_word_ids)
+        return has_grammar or has_penalties or has_long_words or bool(params.logits_processors)
 
     @cached_property
     def has_controls(self) -> bool:
@@ -151,10 +151,10 @@ class Step:
     index: int
     num_new_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
-    sampling: list[Sequence] = field(default_factory=list)  # they close their gap: each samples
+    sampling: list[Sequence] = field(default_factory=list)  # close their gap, so each samples
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each draft: one sample more
-    network: int = 0  # the one that computes it; 1 drafts for 0, greedily
-    shift: int = 0  # 1: a position's input is the token behind it
+    network: int = 0  # which network computes it: network 1 drafts for network 0, greedily
+    shift: int = 0  # 1: a position's input is the token after it
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     budget: int = 0  # how many more tokens it may compute
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
@@ -162,18 +162,18 @@ class Step:
     # Waiting sequence: for whom its next block is computed (itself: it is read from a file).
     sitting_out: dict[Sequence, Sequence] = field(default_factory=dict)
     # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
-    # "blocks", "budget", "tokens" (budget for all of its tokens at once), "cut" (an extra leaves
-    # it none of them: `Scheduler.cuts`), or "step" (it must make way, but a step in flight still
-    # computes it). None behind it is admitted.
+    # "blocks", "budget", "tokens" (budget for all of its tokens at once), "cut" (an extra's
+    # `Extra.cut` leaves it none of them), or "step" (it must make way, but a step in flight still
+    # computes it). No sequence after it is admitted.
     stopped: tuple[Sequence, str, int] | None = None
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
-    failed: dict[Sequence, str] = field(default_factory=dict)  # ends with it, and why
-    # By section of the batch the rows' numbers, which an extra that has named it
-    # (`RankParts.sections`) fills in while it is `launching`. A section that is not here is empty.
+    failed: dict[Sequence, str] = field(default_factory=dict)  # who ends with this step, and why
+    # An extra may add a section to the batch (`RankParts.sections`). Here are its numbers by row,
+    # which the extra fills in while it is `launching`. A section that is not here is empty.
     sections: dict[str, dict[Sequence, int]] = field(default_factory=dict)
-    # Set by `update`: the new tokens of those that closed their gap.
+    # Set by `update`: the new tokens of the sequences that closed their gap.
     grown: dict[Sequence, list[int]] = field(default_factory=dict)
     output: object = None  # `sampler.SamplerOutput`, once the step is launched
 
@@ -226,7 +226,8 @@ class Step:
 
 def visible(query: Any, key: Any, window: int | None, last: Any) -> Any:
     """Whether a query sees a key, by their positions: numbers, or arrays that broadcast. Attention
-    and the block manager share this, so what a query can't see no later one may: its block is free.
-    window: how many keys a query sees at most, its own included; None: all before it. last: the
-    last key in sight, which is the query's own, or the last of the image in which it stands."""
+    and the block manager share this rule: a block of keys that the next query does not see is given
+    back, so no later query may see them either. window: how many keys a query sees at most, its own
+    included; None: all before it. last: the last key in sight, which is the query's own, or the
+    last of the image in which the query stands."""
     return (key <= last) & (window is None or key > query - window)

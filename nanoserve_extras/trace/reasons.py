@@ -51,7 +51,7 @@ def explain(scheduler: Scheduler, step: Step) -> Waits:
 
 def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, str]) -> None:
     """Up to the one at which the step stopped only a step in flight can hold a sequence up, or an
-    extra (`Scheduler.cuts`)."""
+    extra (`Extra.cut`)."""
     stopped, lacks, _ = step.stopped or (None, "", 0)
     reason = ""
     for seq in scheduler.running:
