@@ -11,8 +11,8 @@ key is a hash of its parent's key and its own tokens. Once its KV is computed th
     table    [ 5,             9,               2 ]          cached: {A: 5, B: 9}
 
     a block is     free ──allocate──► referenced ──commit──► referenced and findable
-                    ▲                     │                        │
-                    └──── last free ──────┘      free, findable ◄──┘ last free
+                    ▲                     │                        │ no reference is left
+                    └─────────────────────┘      free, findable ◄──┘
                                                  reused oldest first: the key is forgotten *then*
 
 Invariants (`check()` audits all of them): a block is free or referenced, never both; its reference
@@ -75,8 +75,9 @@ class BlockManager:
         keys, request, size = seq.block_keys, seq.request, self.block_size
         if not self.enable_prefix_caching:
             return keys
+        root = request.root.key if request.root else ROOT_KEY
         for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
-            parent = keys[-1] if keys else request.root.key if request.root else ROOT_KEY
+            parent = keys[-1] if keys else root
             tokens = array("i", seq.token_ids[start:start + size]).tobytes()
             content = request.contents.get(len(keys), b"")
             keys.append(xxhash.xxh3_128_digest(parent + tokens + content))
@@ -115,16 +116,15 @@ class BlockManager:
     # -------------------------------------------------- the life of a table
 
     def num_needed(self, hits: list[CacheEntry], num_tokens: int) -> int:
-        """How many free blocks a sequence of `num_tokens` takes if it starts with those of `hits`.
+        """How many free blocks a sequence of `num_tokens` takes if it starts with `hits`.
 
-        A hit that somebody holds costs nothing. One without a reference is itself a free block.
+        A hit that a sequence holds costs nothing. A hit that nobody holds is itself a free block.
         """
         num_held = sum(self.ref_counts[entry.block_id] > 0 for entry in hits)
         return self.num_blocks_for(num_tokens) - num_held
 
     def share(self, seq: Sequence, hits: list[CacheEntry]) -> None:
-        """Start `seq`'s table with the blocks of a found prefix. They are committed already, which
-        `num_committed_blocks` and `cache_entry` say."""
+        """Start `seq`'s table with the blocks of a found prefix, which are committed already."""
         assert not seq.block_table, f"sequence {seq.name} already has blocks: free them first"
         for entry in hits:
             if self.ref_counts[entry.block_id] == 0:
@@ -182,7 +182,7 @@ class BlockManager:
 
         The table keeps the released ids, so that later blocks keep their index; no step reads the
         released ones. With blocks of 16 and a first key of 35, blocks 0 and 1 go. Simplifications:
-        a key in sight keeps all blocks behind it, and a sequence is admitted only if it fits whole.
+        a key in sight keeps all blocks after it, and a sequence is admitted only if it fits whole.
         """
         begin, query = seq.num_released_blocks, seq.num_computed_tokens
         first = next(key for key in range(begin * self.block_size, query + 1)
@@ -205,7 +205,7 @@ class BlockManager:
         seq.num_committed_blocks = 0
 
     def _dereference(self, block_id: int) -> None:
-        """The last reference gone, it is free: reused last, or first if it is blank."""
+        """Drop a reference. Without any the block is free: reused last, or first if it is blank."""
         self.ref_counts[block_id] -= 1
         if self.ref_counts[block_id] == 0:
             self.free_blocks[block_id] = None
