@@ -99,8 +99,8 @@ class Scheduler:
             self._add_drafts(step)
         if not step.num_new_tokens:
             self.in_flight.pop()
-        assert self.in_flight or step.preempted or not self.running and (
-            step.sitting_out or not self.waiting), (
+        assert self.in_flight or step.preempted or (
+            not self.running and (step.sitting_out or not self.waiting)), (
             f"stuck: nothing is scheduled for {[one.name for one in self.running + self.waiting]}")
         return step
 
@@ -108,13 +108,14 @@ class Scheduler:
         """A token for each running sequence that decodes. This loop is the hot path. The budget
         covers all of them, because it is at least `max_num_seqs`.
 
-        Returns the running prompts, whose gap is larger. They get blocks here and tokens later: who
-        lacks blocks takes those of the last in the order, which must not have a share by then.
+        Returns the running prompts, whose gap is larger. They get blocks here and tokens later: one
+        that lacks blocks preempts the last in the order, which must have no share by then.
         """
         block_size, in_stages = self.blocks.block_size, self.config.steps_at_once > 1
         prompts: list[Sequence] = []
-        # `_interrupt` may have stopped the last one. And `_make_room` takes victims off the end.
-        for seq in self.running[:-1] if step.stopped else self.running:
+        # `_interrupt` may have stopped the last one.
+        rows = self.running[:-1] if step.stopped else self.running
+        for seq in rows:  # `_make_room` may take victims off its end
             done = seq.num_computed_tokens + seq.num_inflight_tokens
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done  # the gap
             if seq.num_unknown_tokens and (
@@ -134,8 +135,8 @@ class Scheduler:
         """Preempt from the tail until `seq` has blocks for `num_tokens`. No new sequence is then
         admitted: it would take the blocks that a running one waits for.
 
-        False ends the step early: `seq` itself was preempted, or the next victim is computed by a
-        step in flight. As `running` is sorted, no victim has a share of this step.
+        False, and neither `seq` nor those after it get a share, if `seq` itself was preempted or a
+        step in flight computes the next victim. As `running` is sorted, no victim has a share yet.
         """
         while not self.blocks.allocate(seq, num_tokens):
             num_missing = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
@@ -161,7 +162,7 @@ class Scheduler:
         """What decodes have left goes to the running `prompts` and to waiting ones, in order: a
         prompt of 3,000 tokens that runs already does not hold up an urgent one that waits."""
         while step.budget > 0:
-            place = len(step.sitting_out)  # in the queue; each of those before it keeps a free row
+            place = len(step.sitting_out)  # in `waiting`; each one before it keeps a free row
             is_next = step.stopped is None and place < min(len(self.waiting), len(self.free_rows))
             if is_next and not (
                     prompts and self.order(prompts[0]) < self.order(self.waiting[place])):
@@ -187,12 +188,13 @@ class Scheduler:
         return True
 
     def _admit(self, step: Step, seq: Sequence) -> None:
-        """Let a waiting sequence run, or note what it lacks: then none behind it starts.
+        """Let a waiting sequence run, or note what it lacks: then none after it starts.
 
         One exception: while the next block of `seq` is being computed for another sequence, or
-        read from a file, `seq` *sits out* the step, and hits the block later. Those behind it may
-        start only if the step holds their whole prompt: they only decode from then on. A sequence
-        that sits out keeps a free row, so that no step searches a long queue with one prefix.
+        read from a file, `seq` *sits out* the step, and hits the block later. Those after it may
+        start only if the step holds all of their tokens: they only decode from then on. A sequence
+        that sits out keeps a free row, so at most `max_num_seqs` do: no step searches a long queue
+        of requests that wait for the same block.
         """
         hits = self.blocks.find_prefix(seq)
         if owner := self._pending(seq, len(hits)):
@@ -209,11 +211,13 @@ class Scheduler:
         # There must be room for all its tokens, not only for this chunk: otherwise prompts that
         # start together would preempt each other, which wastes more than some idle blocks.
         num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
-        fits = num_needed <= self.blocks.num_free_blocks
-        for cut in self.hooks.cut if fits else ():
+        if num_needed > self.blocks.num_free_blocks:
+            step.stopped = seq, "blocks", num_needed
+            return
+        for cut in self.hooks.cut:
             num_new = cut(step, seq, num_cached, num_new)
-        if not fits or not num_new:
-            step.stopped = seq, "cut" if fits else "blocks", num_needed
+        if not num_new:
+            step.stopped = seq, "cut", num_needed
             return
         del self.waiting[len(step.sitting_out)]
         insort(self.running, seq, key=self.order)
@@ -260,20 +264,23 @@ class Scheduler:
             seq.num_unknown_tokens += 1
 
     def _add_drafts(self, step: Step) -> None:
-        """Add draft tokens to decoding rows, from the budget and blocks
-        that are left. With 7 of 10 tokens known: at most 2, since the step samples the third."""
+        """Add draft tokens to decoding rows, from the budget and blocks that are left. With 7 of 10
+        tokens known: at most 2, since the step samples the third."""
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)
             room = (len(seq.block_table) + self.blocks.num_free_blocks) * self.blocks.block_size
             most = min(step.budget, seq.request.max_num_tokens - 1 - num_known, room - num_known)
-            decodes = start == num_known - 1 >= seq.num_prompt_tokens
-            asked = self.hooks.draft if decodes and most > 0 else []
-            if drafts := next(filter(None, (ask(seq, most) for ask in asked)), None):
-                self.blocks.allocate(seq, num_known + len(drafts))
-                step.drafts[seq] = drafts
-                step.num_new_tokens[seq] += len(drafts)
-                seq.num_inflight_tokens += len(drafts)
-                step.budget -= len(drafts)
+            is_decode = start == num_known - 1 and num_known > seq.num_prompt_tokens
+            if not is_decode or most <= 0:
+                continue
+            for ask in self.hooks.draft:
+                if drafts := ask(seq, most):
+                    self.blocks.allocate(seq, num_known + len(drafts))
+                    step.drafts[seq] = drafts
+                    step.num_new_tokens[seq] += len(drafts)
+                    seq.num_inflight_tokens += len(drafts)
+                    step.budget -= len(drafts)
+                    break  # the first extra that has drafts gives them
 
     def _interrupt(self, step: Step) -> None:
         """Policy "priority": preempt running sequences, the last first, while the first waiting one
@@ -327,13 +334,13 @@ class Scheduler:
             for seq in full:
                 self.blocks.commit(seq)
                 self.blocks.release(seq)
-        finally:  # also if an extra fails, which is told of blocks: no text goes on behind its end
+        finally:  # also where `commit` has told an extra, which failed: no text passes its end
             for seq in grown:
                 request, token_id = seq.request, seq.token_ids[-1]
                 if token_id in request.stop_ids:
-                    whole = not any(ask(seq) for ask in self.hooks.gave_up)
-                    own = whole and token_id not in request.eos_ids  # EOS is no reason of its own
-                    self.finish(seq, "stop" if whole else "length", token_id if own else None)
+                    gave_up = any(ask(seq) for ask in self.hooks.gave_up)
+                    named = None if gave_up or token_id in request.eos_ids else token_id
+                    self.finish(seq, "length" if gave_up else "stop", named)
                 elif len(seq.token_ids) >= request.max_num_tokens:
                     self.finish(seq, "length")
         return grown
@@ -345,7 +352,8 @@ class Scheduler:
         num_tokens: how many tokens it keeps, if a step brought more. If its last token has ended it
         and also completes a stop string, the reason becomes "stop": the text is cut at the string.
         """
-        del seq.token_ids[num_tokens or len(seq.token_ids):]
+        if num_tokens is not None:
+            del seq.token_ids[num_tokens:]
         if seq.finish_reason is not None:
             if "abort" not in (reason, seq.finish_reason):
                 seq.finish_reason, seq.stop_reason = reason, stop_reason
