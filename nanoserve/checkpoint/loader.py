@@ -93,8 +93,8 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
         try:
             fill(tensor)
         except ValueError as error:
-            raise ValueError(f"{file}: the tensor {name} does not match config.json: {error}") \
-                from None
+            raise ValueError(f"{file}: the tensor {name} can't fill its place in the network of "
+                             f"config.json: {error}") from None
         block = block_of(known)
         waiting[block] -= 1
         if block and not waiting[block]:

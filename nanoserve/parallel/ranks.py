@@ -75,7 +75,8 @@ class Span(NamedTuple):
 
 def copy_share(into: torch.Tensor, rows: Span, columns: Span | None, tensor: torch.Tensor) -> None:
     """Copy a share of a checkpoint's tensor. columns: None where it has one dimension. Raises
-    `ValueError` for another shape, or for a dtype that plain weights don't have."""
+    `ValueError` for another shape, a dtype that plain weights don't have, and NaN: one number of a
+    matrix makes all that comes out of the network NaN, and then every token is the same."""
     if tensor.dtype not in CHECKPOINT_DTYPES:
         raise ValueError(f"{tensor.dtype} in the file: quantised weights are not supported")
     expected = (rows.total,) if columns is None else (rows.total, columns.total)
@@ -83,6 +84,9 @@ def copy_share(into: torch.Tensor, rows: Span, columns: Span | None, tensor: tor
         raise ValueError(f"shape {tuple(tensor.shape)} in the file, {expected} expected")
     share = tensor[rows.start:rows.stop]
     into.copy_(share if columns is None else share[:, columns.start:columns.stop])
+    if not into.is_meta and into.numel() and not torch.stack(into.aminmax()).isfinite().all():
+        raise ValueError(f"it holds NaN, infinity, or numbers that {into.dtype} has not: take "
+                         "another dtype, or a checkpoint without them")
 
 
 def check_shares(size: int, num_heads: int, num_kv_heads: int) -> None:

@@ -333,6 +333,9 @@ class TransformersModel(nn.Module):
                              f"{num_layers}")
         if out.shape != (len(ids), width):
             raise ValueError(f"it returns {tuple(out.shape)} for {len(ids)} of {width}")
+        if out.isnan().any():
+            raise ValueError(f"it returns NaN in {self.on.dtype}: its weights hold some, or it "
+                             "needs another dtype")
         layers = dict(sorted(probe.layers.items()))
         return [out, *(one for layer in layers.values() for one in layer[:3])], layers
 

@@ -242,6 +242,25 @@ def test_a_wrong_shape_is_named_with_both_shapes(copy_of, checkpoints, checkpoin
         assert words in str(error.value)
 
 
+@pytest.mark.parametrize("dtype, number, fits", [
+    ("float32", torch.nan, False), ("float32", -torch.inf, False), ("float32", 1e5, True),
+    ("float16", 1e5, False)])
+def test_a_number_that_would_make_all_others_nan_is_named(copy_of, dtype, number, fits):
+    """Each logit was NaN then, and the text a token without end."""
+    def damaged(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = number
+        return tensors
+
+    folder, options = copy_of("qwen3", damaged), dict(dtype=dtype, num_gpu_blocks_override=8)
+    if fits:
+        with LLM(folder, **options):
+            return
+    with pytest.raises(ValueError, match=rf"up_proj.weight .*{dtype} has not: take another dtype"):
+        LLM(folder, **options)
+    with pytest.raises(ValueError, match=rf"NaN in torch.{dtype}"):
+        LLM(folder, **options, model_impl="transformers")
+
+
 @pytest.mark.parametrize("length", [0, 5, 200, -1, -5000])
 def test_a_truncated_file_is_named(copy_of, length):
     """An interrupted download: cut in the header, in its length, or somewhere in the numbers."""
