@@ -5,24 +5,24 @@ nothing, and overrides those that it needs:
 
     prepare ──► attach ──► check ─► added ─► usable, find, cut, draft ─► scheduled ─► launching
     options     engine     each request      a step is planned                        it is launched
-                                         ended, idle ◄─ gave_up ◄─ updated, or dropped ◄─ its tokens
+                                         ended, idle ◄─ updated, or dropped ◄─ gave_up ◄─ its tokens
     between two requests: metrics, reset, close          at any time: committed, evicted
 
 Extras are asked in the order of `engine.extras`: the engine's own metrics first, then those that
 the options ask for, in the order of their table, then those of `LLM(extras=[...])`, then what was
-added later. Where several cut a chunk, each gets what the one before it left; the first that has
-drafts for a row gives them.
+added later (or before all of them: `add(extra, first=True)`). Where several cut a chunk, each gets
+what the one before it left; the first that has drafts for a row gives them.
 
-An error in a hook is raised to whoever asks or steps. A step that was only planned is dropped then,
-and tokens that count already reach their callers: the requests go on.
+An error in a hook is raised in the call that led to it. A step that was only planned is dropped
+then, and tokens that count already reach their callers: the requests go on.
 
 Invariants: an extra may change *when* a token is computed, never *which* token comes out. It
 changes nothing but what is its own, and drops what it keeps for a sequence when that has ended. A
 call site keeps only the methods that somebody has overridden (`Hooks`), so a method that nobody
 needs costs nothing.
 
-Not known here: which extras there are. Road not taken: entry points or a registry; whoever wants an
-extra hands it over.
+Not known here: which extras there are. Road not taken: entry points or a registry; the user hands
+an extra over.
 """
 
 from collections.abc import Callable, Iterable
@@ -82,11 +82,11 @@ class Extra:
         """Note a `Request`'s sequences. Called when they are queued, between two steps."""
 
     def ended(self, sequences: list[Sequence]) -> None:
-        """Drop what is kept for these. Called behind each step, mostly with none, and behind an
+        """Drop what is kept for these. Called after each step, mostly with none, and after an
         abort; a step that was in flight then is still `updated` later."""
 
     def idle(self) -> None:
-        """Run steps of its own (what is still to be saved). Called when no request is left."""
+        """Run steps of its own (to save blocks, say). Called when no request is left."""
 
     # ------------------------------------------------------------------ a step is planned
 
@@ -96,17 +96,17 @@ class Extra:
         return hits
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
-        """Return how many blocks behind those hits can be loaded from elsewhere. Called when a
+        """Return how many blocks after these hits can be loaded from elsewhere. Called when a
         waiting sequence may be admitted."""
         return 0
 
     def is_reading(self, seq: Sequence) -> bool:
-        """Return whether further blocks of it will be there soon. Then it sits out this step."""
+        """Return whether further blocks of `seq` will soon be there. Then it sits out this step."""
         return False
 
     def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
         """Return where a chunk of at most `num_new` tokens from `start` on may end, 0 for no chunk.
-        Called before it is certain that the step holds it: so it books nothing."""
+        Called before it is certain that the step holds the chunk, so note nothing of it here."""
         return num_new
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
@@ -124,18 +124,18 @@ class Extra:
         """Do on the device what must come before the step. Called right before its launch; an error
         drops the step."""
 
+    def gave_up(self, seq: Sequence) -> bool:
+        """Return whether the stop token that ends `seq` breaks its text off: then its finish reason
+        is "length"."""
+        return False
+
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         """Take a finished step into account. grown: the new tokens of each sequence that closed its
         gap; a stop string may still remove the last ones."""
 
     def dropped(self, step: Step) -> None:
         """Forget a step: its tokens are scheduled again. Called after an error or Ctrl-C, mostly
-        instead of `updated`, or behind it if another extra has failed in it."""
-
-    def gave_up(self, seq: Sequence) -> bool:
-        """Return whether the stop token that ends `seq` breaks its text off: then its finish reason
-        is "length"."""
-        return False
+        instead of `updated`, or after it if another extra has failed in it."""
 
     # ------------------------------------------------------------------ blocks
 
@@ -162,8 +162,6 @@ class Extra:
 
 NAMES = [name for name, method in vars(Extra).items()
          if isfunction(method) and not name.startswith("_")]
-
-
 AN_EXTRA = instance(Extra, "an object that inherits from Extra")
 
 
@@ -177,7 +175,7 @@ class Hooks:
         self.keep(extras)
 
     def __getattr__(self, name: str) -> list[Callable]:
-        raise AttributeError(f"{name} is no method of Extra")  # for missing ones alone
+        raise AttributeError(f"{name} is no method of Extra")  # called for missing names only
 
     def keep(self, extras: Iterable[Extra]) -> None:
         extras = list(extras)
