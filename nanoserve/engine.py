@@ -15,11 +15,11 @@ then posted, and done between two steps (parallel/turns.py).
 
 Invariant: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
-except while a step is launched.
+except while an engine of one rank launches a step.
 
 Not known here: checkpoints, devices, how prompts are checked, and optional ideas by their names:
-these are *extras* (extra.py). Road not taken: a thread of the engine's own that
-steps by itself, as in a server; a loop can be followed in a debugger.
+these are *extras* (extra.py). Road not taken: a thread of the engine's own that steps by itself, as
+in a server; a loop can be followed in a debugger.
 """
 
 import os
@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -89,7 +89,7 @@ class LLMEngine:
         self.hooks.keep(self.extras)
 
     def add(self, extra: Extra, first: bool = False) -> None:
-        """Hand over one more extra, between two steps. It is asked behind all others, or before.
+        """Hand over one more extra, between two steps. It is asked after all others, or `first`.
         Raises `ValueError` where it doesn't go together with the engine (frontend/facts.py), or
         has something to `prepare`: weights and cache are there by now."""
         rules.checked("an extra", AN_EXTRA, extra)
@@ -104,8 +104,8 @@ class LLMEngine:
             self.hooks.keep(self.extras)
 
     def remove(self, extra: Extra) -> None:
-        """Take one back, between two steps. It isn't closed. Raises `ValueError` for one that the
-        engine doesn't have."""
+        """Take an extra back, between two steps. It isn't closed. Raises `ValueError` for one that
+        the engine doesn't have."""
         with self.turns:
             if extra not in self.extras:
                 raise ValueError(f"{extra!r} can't be removed: it is not among llm.extras")
@@ -157,7 +157,7 @@ class LLMEngine:
         if not isinstance(request_id, (str, Iterable)):
             raise ValueError(f"request_id={request_id!r} must be a str or a list of such")
         ids = [request_id] if isinstance(request_id, str) else request_id
-        self.abort(list(filter(None, map(self.requests.get, ids))))
+        self.abort([self.requests[one] for one in ids if one in self.requests])
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over that nobody has aborted."""
@@ -217,7 +217,8 @@ class LLMEngine:
         token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
         for seq, error in (step.failed | step.output.failed).items():
             if seq.finish_reason is None:  # this request ends, and no other
-                say(why := f"request {seq.request.request_id}: {error}")
+                why = f"request {seq.request.request_id}: {error}"
+                say(why)
                 self._end([self.requests[seq.request.request_id]], why)
         for seq, positions in step.prompt_logprob_positions.items():
             n = len(positions)
@@ -228,11 +229,11 @@ class LLMEngine:
             self.scheduler.update(step, token_ids)
             for tell in self.hooks.updated:
                 tell(step, step.grown)
-        except BaseException:  # some have not heard that it is over
+        except BaseException:  # an extra failed; others may not know of the step's end
             for tell in self.hooks.dropped:
                 tell(step)
             raise
-        finally:  # what counts must reach its caller
+        finally:  # tokens that count must reach their caller
             self._collect(step.grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
@@ -260,8 +261,8 @@ class LLMEngine:
             raise errors[0]
 
     def _hand_over(self, requests: Iterable[Request], ended: list[Sequence]) -> None:
-        """Put outputs into inboxes, and forget what has finished. Observers hear of it behind all
-        outputs, so that none waits for what they do then."""
+        """Put outputs into inboxes, and forget what has finished. Extras hear of it after all
+        outputs, so that no output waits for what they do then."""
         for request in requests:
             if request.finished:
                 del self.requests[request.request_id]
@@ -269,18 +270,19 @@ class LLMEngine:
                 request.inbox.append(request.output())
         for tell in self.hooks.ended:
             tell(ended)
-        for work in self.hooks.idle if not self.scheduler.has_unfinished() else ():
-            work()
+        if self.hooks.idle and not self.scheduler.has_unfinished():
+            for work in self.hooks.idle:
+                work()
 
     # ------------------------------------------------------------------- ends
 
     def abort(self, requests: list[Request]) -> None:
         """End those of the requests that are unfinished, now or after the current step. Their
         outputs so far go to their inboxes, with `finish_reason` "abort". May be called at any time
-        and from anywhere. An error of a tokenizer or an extra is raised behind all outputs."""
+        and from anywhere. An error of a tokenizer or an extra is raised after all outputs."""
         def work() -> None:
             errors = self._end(requests)
-            while self.scheduler.in_flight and not self.requests:  # nobody else will end these
+            while self.scheduler.in_flight and not self.requests:  # nobody else will take these
                 self.advance()  # schedules nothing, and takes one step's result
             if errors:
                 raise errors[0]
@@ -338,14 +340,17 @@ class LLMEngine:
         """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
         self.check_open()
         labels = {"model_name": self.config.model, "engine": "0"}
-        found = self.metrics.read(self.scheduler), *(read() for read in self.hooks.metrics)
-        return [replace(one, labels=labels | one.labels) for one in chain(*found)]
+        numbers = self.metrics.read(self.scheduler)
+        for read in self.hooks.metrics:
+            numbers += read()
+        return [replace(one, labels=labels | one.labels) for one in numbers]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
         with self.turns:
             self.check_open()
             done = self.scheduler.blocks.reset_prefix_cache()
-            for reset in self.hooks.reset if done else ():
-                reset()
+            if done:
+                for reset in self.hooks.reset:
+                    reset()
             return done
