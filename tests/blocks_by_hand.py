@@ -34,10 +34,5 @@ def order_of_reuse(blocks: BlockManager) -> list[int]:
     return taker.block_table
 
 
-def held(seq: Sequence) -> list[int]:
-    """What `seq` still has a reference to."""
-    return seq.block_table[seq.num_released_blocks:]
-
-
 def collide(monkeypatch, digest) -> None:
     monkeypatch.setattr(xxhash, "xxh3_128_digest", digest)

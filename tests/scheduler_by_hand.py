@@ -80,43 +80,7 @@ def rows(step: Step) -> dict[str, int]:
     return {seq.name: n for seq, n in step.num_new_tokens.items()}
 
 
-# Each brings a victim into one state, among others, and returns the steps that are in flight then.
-
-
-def waiting(scheduler, victim):
-    return []
-
-
-def step_until(scheduler, reached) -> list[Step]:
-    for _ in range(50):
-        if reached():
-            return []
-        run_step(scheduler)
-    raise AssertionError("the victim never gets into the state that is to be tested")
-
-
-def mid_chunk(scheduler, victim):
-    return step_until(scheduler, lambda: 0 < victim.num_computed_tokens < 14)
-
-
-def decoding(scheduler, victim):
-    return step_until(scheduler, lambda: len(victim.output_token_ids) == 2)
-
-
-def preempted(scheduler, victim):
-    return step_until(scheduler, lambda: victim.num_preemptions and victim.row < 0)
-
-
-def chunk_in_flight(scheduler, victim):
-    mid_chunk(scheduler, victim)
-    return [scheduler.schedule()]
-
-
-def decode_in_flight(scheduler, victim):
-    decoding(scheduler, victim)
-    return [scheduler.schedule()]
-
-
-def two_steps_in_flight(scheduler, victim):
-    decoding(scheduler, victim)
-    return [scheduler.schedule(), scheduler.schedule()]
+def told(step: Step) -> str:
+    """As "A1 B3 -C": who computes how many tokens, and who has lost its blocks."""
+    return " ".join([*(f"{seq.name}{n}" for seq, n in step.num_new_tokens.items()),
+                     *(f"-{seq.name}" for seq in step.preempted)])

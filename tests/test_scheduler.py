@@ -4,10 +4,22 @@ The oracles are `alone()`, the naive twin, and arithmetic by hand. No torch.
 """
 
 import pytest
-from scheduler_by_hand import add, alone, computed, finish_step, make, rows, run, run_step
+from helpers import sequence
+from scheduler_by_hand import (
+    add,
+    alone,
+    computed,
+    finish_step,
+    make,
+    rows,
+    run,
+    run_step,
+    told,
+)
 
-from nanoserve.config import POLICIES
-from nanoserve.sequence import Sequence, Step
+from nanoserve.config import SamplingParams
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import Sequence
 
 pytestmark = pytest.mark.floor
 
@@ -16,7 +28,9 @@ pytestmark = pytest.mark.floor
 
 
 def test_the_picture_of_the_docstring():
-    """Budget 8, prompts of 5, 9 and 4 tokens: prefilling, chunking and decoding in one batch."""
+    """Budget 8, prompts of 5, 9 and 4 tokens: prefilling, chunking and decoding in one batch.
+    Decodes come first. An unfinished chunk samples nothing: the token sampled behind one was
+    appended to the sequence (mini-sglang ef4367f)."""
     scheduler = make(budget=8)
     seqs = [add(scheduler, 5), add(scheduler, 9), add(scheduler, 4)]
     steps = run(scheduler)
@@ -40,73 +54,83 @@ def test_every_budget_computes_every_token_once(budget, caching):
     assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
 
 
-def test_an_unfinished_chunk_samples_nothing():
-    """The token sampled behind an unfinished chunk was appended to the sequence (mini-sglang
-    ef4367f): there is no next token before the whole prompt has been read."""
-    scheduler = make(budget=4)
-    seq = add(scheduler, 10, max_tokens=1)
-    steps = run(scheduler)
-    assert [(rows(step), step.starts, len(step.sampling)) for step in steps] == [
-        ({"A": 4}, [0], 0), ({"A": 4}, [4], 0), ({"A": 2}, [8], 1)]
-    assert seq.output_token_ids == alone(seq) and len(seq.output_token_ids) == 1
+# ---------------------------------------------------------------- the stories
 
 
-def test_decoding_sequences_are_served_before_prompts():
-    """A long prompt takes what decoding leaves: it slows nobody down who is ahead of it."""
-    scheduler = make(budget=6)
-    first, second = add(scheduler, 3, 8), add(scheduler, 3, 8)
-    run_step(scheduler)
-    add(scheduler, 20)
-    for _ in range(4):
-        assert rows(run_step(scheduler)) == {"A": 1, "B": 1, "C": 4}
+BEGINNING = list(range(8))  # two blocks that several prompts share
+PRIORITY = dict(scheduling_policy="priority")
+# Options; what is added before which step, as a prompt or (prompt, max_tokens, priority), where a
+# prompt may be a length alone; and what the first steps are, in the words of `told`.
+STORIES = {
+    "a prompt that may not be cut is computed whole or not yet": (
+        dict(budget=16, enable_chunked_prefill=False), {0: [10, 10, 3]}, ["A10", "A1 B10 C3"]),
+    # With max_num_seqs=2 eight sequences ran: admission looked at the new ones only.
+    "max_num_seqs counts those that run already": (
+        dict(seqs=2), {0: [3, 3, 3]}, ["A3 B3", "A1 B1", "A1 B1", "A1 B1", "C3"]),
+    "and those that wait for a shared prefix": (
+        dict(seqs=2), {0: [[*BEGINNING, 50], [*BEGINNING, 60], [*BEGINNING, 70]]},
+        ["A9", "A1 B1", "A1 B1", "A1 B1", "B1 C1"]),
+    "first come, first served lets nobody pass a running prompt": (
+        dict(budget=8), {0: [20], 1: [3]}, ["A8", "A8", "A4 B3", "A1 B1"]),
+    # B doesn't fit beside A; C would, but came later and must not starve B.
+    "the queue never jumps": (
+        dict(num_blocks=6), {0: [8, 17, 2]}, ["A8", "A1", "A1", "A1", "B17 C2"]),
+    # B's first chunk would fit beside A, all of B would not: the two would preempt each other.
+    "admission asks for room for the whole prompt": (
+        dict(num_blocks=6, budget=8), {0: [(8, 5), 17]}, ["A8", "A1", "A1", "A1", "A1", "B8"]),
+    # A cached prompt of a multiple of the block size left zero tokens: crash (nano-vllm #144, #199)
+    "a fully cached prompt computes its last block": (
+        dict(), {0: [(BEGINNING, 1)], 1: [(BEGINNING, 1)]}, ["A8", "B4"]),
+    # B waits for A's prefix, C has a prompt of its own. In the next step B hits.
+    "who sits out keeps its place and lets others pass": (
+        dict(), {0: [[*BEGINNING, 50], [*BEGINNING, 60], 5]}, ["A9 C5", "A1 C1 B1", "A1 B1 C1"]),
+    # Were C let in with a chunk, the rest of C would stand before B.
+    "who passes must fit whole into the step": (
+        dict(budget=12), {0: [[*BEGINNING, 50], [*BEGINNING, 60], 20]}, ["A9", "A1 B1 C10"]),
+    # The last token is always computed: from another's first block there is nothing to gain.
+    "nobody waits for the block that must be computed anyway": (
+        dict(), {0: [range(4), range(4)]}, ["A4 B4"]),
+    # Neither C, which would fit, nor B itself takes the blocks that B has just given back.
+    "nobody is admitted to the blocks that somebody waits for": (
+        dict(num_blocks=4, seqs=2, **PRIORITY), {0: [(7, 5), (7, 5, 2)], 1: [(2, 2, 3)]},
+        ["A7 B7", "A1 B1", "A1 -B", "A1", "A1", "B5 C2"]),
+    # 1 block is left of B's, and C is the shortest: it begins when those that run have theirs.
+    "nor in the step in which they ran out": (
+        dict(num_blocks=4, enable_prefix_caching=False, scheduling_policy="shortest"),
+        {0: [(7, 5), (7, 5)], 2: [(3, 1)]}, ["A7 B7", "A1 B1", "A1 -B", "A1 C3"]),
+    "an urgent one that lacks a row takes that of the last": (
+        dict(seqs=1, **PRIORITY), {0: [(6, 6, 1)], 2: [(5, 2)]}, ["A6", "A1", "B5 -A", "B1", "A4"]),
+    # A, B and C hold 2 of 8 blocks each. D needs 5 for 18 tokens.
+    "and of blocks as many as it needs, from the end": (
+        dict(num_blocks=8, enable_prefix_caching=False, **PRIORITY),
+        {0: [(7, 2, 1), (7, 2, 2), (7, 2, 3)], 1: [(18, 2)]}, ["A7 B7 C7", "A1 D18 -C -B"]),
+    "nobody makes way for its equal": (
+        dict(seqs=1, **PRIORITY), {0: [9], 1: [2]}, ["A9", "A1", "A1", "A1", "B2"]),
+    "nor where there is room": (
+        dict(seqs=2, **PRIORITY), {0: [(9, 4, 3)], 1: [2]}, ["A9", "A1 B2", "B1 A1"]),
+    "nor where there are no priorities": (
+        dict(seqs=1), {0: [(9, 4, 1)], 1: [2]}, ["A9", "A1", "A1", "A1", "B2"]),
+    "nor for a shorter one": (
+        dict(seqs=1, scheduling_policy="shortest"), {0: [9], 1: [2]},
+        ["A9", "A1", "A1", "A1", "B2"]),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_who_computes_how_many_tokens_when(story):
+    options, added, expected = STORIES[story]
+    scheduler, seqs, steps = make(**options), [], []
+    while len(steps) < len(expected):
+        for one in added.get(len(steps), ()):
+            prompt, max_tokens, priority = (*(one if isinstance(one, tuple) else (one, 4)), 0)[:3]
+            seqs.append(add(scheduler, prompt, max_tokens, priority=priority))
+        steps.append(told(run_step(scheduler)))
+    assert steps == expected
     run(scheduler)
-    assert (first.output_token_ids, second.output_token_ids) == (alone(first), alone(second))
-
-
-def test_without_chunked_prefill_a_prompt_is_computed_whole_or_not_yet():
-    scheduler = make(budget=16, enable_chunked_prefill=False)
-    seqs = [add(scheduler, 10), add(scheduler, 10), add(scheduler, 3)]
-    steps = run(scheduler)
-    assert [rows(step) for step in steps[:2]] == [{"A": 10}, {"A": 1, "B": 10, "C": 3}]
     assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
 
 
-@pytest.mark.parametrize("shared", [0, 8])
-def test_max_num_seqs_counts_those_that_run_already(shared):
-    """With max_num_seqs=2 eight sequences ran: admission looked at the new ones only. Sequences
-    that wait for a shared prefix must not slip through either."""
-    scheduler = make(seqs=2)
-    prompts = [[*range(shared), 100 * i, 100 * i + 1] for i in range(1, 9)]
-    seqs = [add(scheduler, prompt) for prompt in prompts]
-    num_running = []
-    steps = run(scheduler, lambda step: num_running.append(len(scheduler.running)))
-    assert max(num_running) == max(len(step.num_new_tokens) for step in steps) == 2
-    assert all(seq.output_token_ids == alone(seq) for seq in seqs)
-
-
 # ------------------------------------------------------------------ the order
-
-
-def first_scheduled(steps: list[Step]) -> list[str]:
-    return list(dict.fromkeys(name for step in steps for name in rows(step)))
-
-
-@pytest.mark.parametrize("policy, order", [("fcfs", "ABCDE"), ("priority", "BDACE")])
-def test_waiting_sequences_are_admitted_in_order(policy, order):
-    """Lower values first, arrival breaks ties; first come first served looks at arrival alone."""
-    scheduler = make(seqs=1, scheduling_policy=policy)
-    seqs = [add(scheduler, 5, 2, priority=priority) for priority in (0, -1, 0, -1, 7)]
-    assert first_scheduled(run(scheduler)) == list(order)
-    assert all(seq.output_token_ids == alone(seq) for seq in seqs)
-
-
-def test_the_queue_never_jumps():
-    """A is running; B doesn't fit beside it; C would, but came later and must not starve B."""
-    scheduler = make(num_blocks=6)
-    add(scheduler, 8, 4), add(scheduler, 17, 4), add(scheduler, 2, 4)
-    steps = run(scheduler)
-    assert rows(steps[0]) == {"A": 8} and rows(steps[1]) == {"A": 1}
-    assert first_scheduled(steps) == ["A", "B", "C"]
 
 
 @pytest.mark.parametrize(("policy", "first", "later"), [
@@ -135,96 +159,43 @@ def test_who_comes_later_but_matters_more_gets_the_budget_first(policy, first, l
     assert patient.output_token_ids == alone(patient) and decode.output_token_ids == alone(decode)
 
 
-def test_first_come_first_served_lets_nobody_pass_a_running_prompt():
-    scheduler = make(num_blocks=200, budget=8, seqs=4)
-    add(scheduler, 20), run_step(scheduler), add(scheduler, 3)
-    assert [rows(run_step(scheduler)) for _ in range(3)] == [{"A": 8}, {"A": 4, "B": 3},
-                                                             {"A": 1, "B": 1}]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_that_may_not_be_cut_are_whole_again_after_a_lost_step(policy):
-    """With overlap two steps of prompts are lost at once, and all of their prompts run by then: the
-    last was cut to what the budget left, and an encoder never answered again."""
-    scheduler = make(budget=10, seqs=8, scheduling_policy=policy, enable_chunked_prefill=False)
-    seqs = [add(scheduler, 6, 3, arrival_time=i / 100) for i in range(4)]
-    assert [rows(scheduler.schedule()) for _ in range(2)] == [{"A": 6}, {"A": 1, "B": 6}]
-    scheduler.drop_in_flight()
-    steps = run(scheduler)
-    assert [rows(step) for step in steps[:2]] == [{"A": 6}, {"A": 1, "B": 6}]
-    assert all(set(step.sampling) == set(step.num_new_tokens) for step in steps)
-    assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
-
-
 # ----------------------------------------------------------------- preemption
 
 
-@pytest.mark.parametrize("policy, priorities, victims", [
-    ("fcfs", (0, 0, 0), "CB"), ("fcfs", (2, 1, 0), "CB"), ("priority", (0, 0, 0), "CB"),
-    ("priority", (2, 1, 0), "AB"), ("priority", (1, 0, 1), "CA"), ("priority", (0, 5, 1), "BC")])
-def test_the_victim_is_the_least_important_then_the_latest(policy, priorities, victims):
+@pytest.mark.parametrize("policy, priorities, lengths, victims", [
+    ("fcfs", (0, 0, 0), (7, 7, 7), "CB"), ("fcfs", (2, 1, 0), (7, 7, 7), "CB"),
+    ("priority", (0, 0, 0), (7, 7, 7), "CB"), ("priority", (2, 1, 0), (7, 7, 7), "AB"),
+    ("priority", (1, 0, 1), (7, 7, 7), "CA"), ("shortest", (0, 0, 0), (8, 5, 7), "AC")])
+def test_the_victim_is_the_least_important_then_the_latest(policy, priorities, lengths, victims):
     """Three sequences fill six blocks; when the first of them grows, the last in order goes."""
     scheduler = make(num_blocks=6, scheduling_policy=policy)
-    seqs = [add(scheduler, 7, 9, priority=priority) for priority in priorities]
+    seqs = [add(scheduler, length, 9, priority=priority)
+            for length, priority in zip(lengths, priorities, strict=True)]
     steps = run(scheduler)
     preempted = [seq.name for step in steps for seq in step.preempted]
     assert preempted[:2] == list(victims)
     assert all(seq.output_token_ids == alone(seq) for seq in seqs)
 
 
-def test_a_victim_gives_back_its_blocks_and_keeps_its_tokens():
-    scheduler = make(num_blocks=4, enable_prefix_caching=False)
-    first, second = add(scheduler, 7, 5), add(scheduler, 7, 5)
+@pytest.mark.parametrize("caching, start", [(False, 0), (True, 4)])
+def test_a_victim_keeps_its_tokens_and_recomputes_what_is_not_found(caching, start):
+    """It was rebuilt from its last token only, though its prompt *and* its output have lost their
+    KV (nano-vllm #103, #144, #145). And its share was computed before the prefix hit was applied:
+    index out of range (#207, #211, #233)."""
+    scheduler = make(num_blocks=4 + caching, enable_prefix_caching=caching)
+    first, second = add(scheduler, 7, 7), add(scheduler, 7, 7)
     steps = [run_step(scheduler), run_step(scheduler)]
     tokens = list(second.token_ids)
-    assert len(tokens) == 9 and rows(steps[1]) == {"A": 1, "B": 1}
     steps.append(run_step(scheduler))
-    assert steps[2].preempted == {second: first} and rows(steps[2]) == {"A": 1}
     assert str(steps[2]) == "step 2: 1 tokens | A 8 ↦ | preempted B"
     assert (second.token_ids, second.block_table, second.row) == (tokens, [], -1)
     assert (second.num_computed_tokens, second.num_preemptions) == (0, 1)
-    assert len(scheduler.waiting) == 1
-
-
-def test_recomputing_covers_all_tokens_not_only_the_last():
-    """A preempted sequence was rebuilt from its last token only (nano-vllm #103, #144, #145): its
-    prompt *and* its output have lost their KV. Here 7 + 2 tokens are computed again from 0."""
-    scheduler = make(num_blocks=4, enable_prefix_caching=False)
-    first, second = add(scheduler, 7, 5), add(scheduler, 7, 5)
-    steps = run(scheduler)
+    steps += run(scheduler)
     back = next(step for step in steps[3:] if second in step.num_new_tokens)
-    assert (back.starts, rows(back), back.sampling) == ([0], {"B": 9}, [second])
-    assert computed(steps, second) == 7 + 1 + 9 + 2, "prefill, a decode, all again, two decodes"
+    assert (back.starts, told(back), back.sampling) == ([start], f"B{9 - start}", [second])
+    assert computed(steps, second) == 7 + 1 + (9 - start) + 4
     assert (first.output_token_ids, second.output_token_ids) == (alone(first), alone(second))
-
-
-def test_the_share_is_computed_after_the_hit():
-    """The number of tokens to schedule was computed before the prefix hit was applied: index out of
-    range after a preemption followed by a hit (nano-vllm #207, #211, #233). Here the victim finds
-    one of its blocks again and asks for the rest only."""
-    scheduler = make(num_blocks=5)
-    _, second = add(scheduler, 7, 7), add(scheduler, 7, 7)
-    steps = run(scheduler)
-    assert second.num_preemptions == 1
-    at = next(i for i, step in enumerate(steps) if second in step.preempted)
-    back = next(step for step in steps[at:] if second in step.num_new_tokens)
-    start = back.starts[list(back.num_new_tokens).index(second)]
-    num_tokens_then = 7 + sum(second in step.sampling for step in steps[:at])
-    assert start > 0 and start + back.num_new_tokens[second] == num_tokens_then
-    assert second.output_token_ids == alone(second)
     assert second.num_cached_tokens == 0, "finding one's own blocks again is no saving"
-
-
-def test_nobody_is_admitted_to_the_blocks_that_somebody_waits_for():
-    """In the step that preempts B, neither C, which has been waiting for a row and would fit, nor
-    B itself may take the blocks that were just given back."""
-    scheduler = make(num_blocks=4, seqs=2, scheduling_policy="priority")
-    add(scheduler, 7, 5, priority=0), add(scheduler, 7, 5, priority=2)
-    run_step(scheduler)
-    add(scheduler, 2, 2, priority=3)
-    steps = run(scheduler)
-    step = next(step for step in steps if step.preempted)
-    assert [seq.name for seq in step.preempted] == ["B"] and rows(step) == {"A": 1}
 
 
 def test_a_newcomer_gets_no_block_while_a_step_in_flight_holds_the_others():
@@ -270,30 +241,6 @@ def test_what_can_never_fit_is_refused_and_the_rest_is_served(num_prompt, max_to
     assert len(scheduler.waiting) == 0 and seq.output_token_ids == alone(seq)
 
 
-def test_admission_asks_for_room_for_the_whole_prompt():
-    """B's first chunk would fit beside A, all of B would not: letting it in would only make the two
-    preempt each other."""
-    scheduler = make(num_blocks=6, budget=8)
-    add(scheduler, 8, 5), add(scheduler, 17, 4)
-    steps = run(scheduler)
-    assert not any(step.preempted for step in steps)
-    assert [rows(step) for step in steps[:5]] == [{"A": 8}] + [{"A": 1}] * 4
-    assert rows(steps[5]) == {"B": 8}
-
-
-@pytest.mark.parametrize("num_blocks", [4, 5, 6, 9])
-@pytest.mark.parametrize("caching", [True, False])
-def test_nothing_starves_in_a_tiny_pool(num_blocks, caching):
-    """Twenty sequences, each of which could fill the smallest cache alone; all end, with the right
-    tokens, and the order of arrival is the order of the first token."""
-    scheduler = make(num_blocks, budget=6, seqs=6, enable_prefix_caching=caching)
-    seqs = [add(scheduler, 1 + i * 5 % 9, 17 - (1 + i * 5 % 9)) for i in range(20)]
-    steps = run(scheduler)
-    assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
-    firsts = dict.fromkeys(seq for step in steps for seq in step.sampling)
-    assert list(firsts) == seqs
-
-
 # ------------------------------------------------------------ sliding windows
 
 
@@ -320,60 +267,80 @@ def test_a_long_text_holds_no_more_blocks_than_its_window_sees(window, budget, c
     assert scheduler.blocks.num_free_blocks == 25
 
 
-@pytest.mark.parametrize("window, num_released", [(1, 2), (4, 1), (5, 1), (6, 0), (9, 0)])
-def test_a_block_goes_back_when_the_next_query_is_past_it(window, num_released):
-    """8 tokens are computed, in blocks of 4, and the next query stands at 8. A window of 5 shows it
-    4 to 8, so 0 to 3 are not needed any more; a window of 6 shows it 3, too."""
-    scheduler = make(window=window)
-    seq = add(scheduler, 8)
+# -------------------------------------------------------- identical prefixes
+
+
+@pytest.mark.parametrize("budget", [8192, 515, 100, 64])
+def test_sixteen_requests_that_share_512_tokens_cost_one_prefill_of_512(budget):
+    """They arrive together: one computes, the others wait for its blocks instead of computing the
+    same. Each has 3 tokens of its own; the first computes 515, the other fifteen 3 each."""
+    scheduler = make(num_blocks=200, budget=budget, seqs=16, block_size=16)
+    seqs = [add(scheduler, [*range(512), 1000 + i, 1001 + i, 1002 + i], 1) for i in range(16)]
+    steps = run(scheduler)
+    assert [computed(steps, seq) for seq in seqs] == [515] + [3] * 15
+    assert [seq.num_cached_tokens for seq in seqs] == [0] + [512] * 15
+    assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
+
+
+@pytest.mark.parametrize("num_prompt, caching, expected", [
+    (10, True, 10 + 3 * 2),  # two blocks are shared, two tokens are each sample's own
+    (8, True, 8 + 3 * 4),  # both blocks are full, but the last token must be computed
+    (3, True, 4 * 3),  # nothing to share below a block
+    (10, False, 4 * 10)])  # and nothing without the cache
+def test_samples_of_one_prompt_share_its_full_blocks(num_prompt, caching, expected):
+    scheduler = make(enable_prefix_caching=caching)
+    samples = add(scheduler, num_prompt, 1, n=4)
+    steps = run(scheduler)
+    assert computed(steps, *samples) == expected
+    assert {seq.name for seq in samples} == {"A.0", "A.1", "A.2", "A.3"}
+    assert all(seq.output_token_ids == alone(seq) for seq in samples)
+
+
+def test_no_step_searches_a_long_queue_that_begins_alike():
+    """3 rows, and 50 requests that begin like A: two sit out, and the others are not even asked."""
+    scheduler = make(num_blocks=200, seqs=3)
+    seqs = [add(scheduler, [*range(8), 100 + i]) for i in range(51)]
+    step = run_step(scheduler)
+    assert rows(step) == {"A": 9} and list(step.sitting_out) == seqs[1:3]
+    run(scheduler)
+
+
+# ---------------------------------------------------- what may be remembered
+
+
+def findable(scheduler: Scheduler, tokens: list[int]) -> int:
+    probe = sequence("probe", [*tokens, 0], SamplingParams())
+    return len(scheduler.blocks.find_prefix(probe))
+
+
+def test_what_a_store_loads_is_computed_with_its_step():
+    """Of 13 tokens 8 are loaded and 5 computed; until the step has ended, all are in flight."""
+    scheduler = make()
+    scheduler.hooks.find.append(lambda step, seq, num_hits: 2)  # blocks that follow
+    seq = add(scheduler, 13)
+    step = scheduler.schedule()
+    assert (step.starts, rows(step), step.num_loaded) == ([8], {"A": 5}, {seq: 8})
+    assert (seq.num_computed_tokens, seq.num_inflight_tokens, seq.num_cached_tokens) == (0, 13, 8)
+    finish_step(scheduler, step)
+    assert (seq.num_computed_tokens, seq.num_inflight_tokens) == (13, 0)
+    assert seq.num_committed_blocks == 3
+
+
+def test_a_chunk_of_an_aborted_request_is_not_remembered():
+    """A chunk was entered in the prefix tree, and its block freed when the request was aborted: a
+    corrupt prefix for ever (sglang #38319)."""
+    scheduler = make(budget=8)
+    seq = add(scheduler, range(20), 2)
     run_step(scheduler)
-    assert seq.num_released_blocks == num_released
-
-
-def test_nobody_begins_in_a_step_in_which_blocks_ran_out():
-    """4 blocks: A and B hold 2 each when A needs a third. C is the shortest, and 1 block is left of
-    B's; it begins in the next step, when those that run have what they need."""
-    scheduler = make(4, enable_prefix_caching=False, scheduling_policy="shortest")
-    add(scheduler, 7, 5), add(scheduler, 7, 5)
-    run_step(scheduler), run_step(scheduler)
-    add(scheduler, 3, 1)
-    assert str(run_step(scheduler)) == "step 2: 1 tokens | A 8 ↦ | preempted B"
-    assert rows(run_step(scheduler)) == {"A": 1, "C": 3}
-
-
-def test_many_long_texts_run_side_by_side_behind_their_windows():
-    """8 texts of 60 tokens are 120 blocks; with a window of 5 they fit into 30, and none is ever
-    preempted, though each prompt asks for room for all of it when it starts."""
-    scheduler = make(30, window=5, enable_prefix_caching=False)
-    seqs = [add(scheduler, 8, 52) for _ in range(8)]
-    most = 0
-
-    def look(step):
-        nonlocal most
-        assert not step.preempted
-        most = max(most, len(scheduler.running))
-
-    run(scheduler, look)
-    assert most == 8 and all(seq.output_token_ids == alone(seq) for seq in seqs)
-
-
-@pytest.mark.parametrize("caching", [False, True])
-def test_preempted_behind_its_window(caching):
-    """It starts again from the beginning: what it gave back before is not its own any more."""
-    scheduler = make(7, window=6, enable_prefix_caching=caching)
-    seqs = [add(scheduler, 9, 20) for _ in range(4)]
-    released, had_released = {}, []
-
-    def look(step):
-        for seq in step.preempted:
-            had_released.append(released[seq])
-            assert (seq.num_released_blocks, seq.num_computed_tokens, seq.block_table) == (0, 0, [])
-        released.update((seq, seq.num_released_blocks) for seq in seqs)
-
-    run(scheduler, look)
-    assert any(had_released), "nobody was preempted behind its window"
-    assert all(seq.output_token_ids == alone(seq) for seq in seqs)
-    assert scheduler.blocks.num_free_blocks == 7
+    step = scheduler.schedule()
+    assert (step.starts, rows(step)) == ([8], {"A": 8})
+    scheduler.finish(seq, "abort")
+    scheduler.check()
+    finish_step(scheduler, step)
+    assert findable(scheduler, list(range(20))) == 2, "what was computed before stays true"
+    again = add(scheduler, range(20), 2)
+    steps = run(scheduler)
+    assert computed(steps, again) == 20 - 8 + 1 and again.output_token_ids == alone(again)
 
 
 # ------------------------------------------------------------------ the audit

@@ -1,27 +1,24 @@
-"""How sequences end, by themselves or by an abort, also while steps are in flight."""
+"""How sequences end, by themselves or by an abort; and prompts that are only read."""
+
+import random
 
 import pytest
+from helpers import sequence
 from scheduler_by_hand import (
     EOS,
     STOP,
     add,
     alone,
-    chunk_in_flight,
-    decode_in_flight,
-    decoding,
     finish_step,
     make,
-    mid_chunk,
-    preempted,
     rows,
     run,
     run_step,
-    two_steps_in_flight,
-    waiting,
 )
 
+from nanoserve.config import POLICIES, EngineConfig
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Step
+from nanoserve.sequence import Sequence, Step
 
 pytestmark = pytest.mark.floor
 
@@ -87,33 +84,6 @@ def test_the_text_may_change_the_reason_but_an_abort_neither_comes_nor_goes():
 # -------------------------------------------------------------------- aborts
 
 
-@pytest.mark.parametrize("state", [waiting, mid_chunk, decoding, preempted, chunk_in_flight,
-                                   decode_in_flight, two_steps_in_flight],
-                         ids=lambda state: state.__name__)
-@pytest.mark.parametrize("caching", [True, False])
-def test_aborting_works_in_every_state(state, caching):
-    """Every block comes back at once, also from a step in flight; nobody else notices."""
-    num_blocks = 8 if state is preempted else 20
-    scheduler = make(num_blocks, budget=6, enable_prefix_caching=caching)
-    other = add(scheduler, 9, 12)
-    victim = add(scheduler, 14, 12)
-    late = add(scheduler, 3, 5)
-    in_flight = state(scheduler, victim)
-    output = list(victim.output_token_ids)
-    assert all(victim in step.num_new_tokens for step in in_flight)
-    for _ in range(2):  # ending it twice is harmless
-        scheduler.finish(victim, "abort")
-        scheduler.check()
-    assert (victim.finish_reason, victim.row) == ("abort", -1)
-    assert not victim.block_table
-    for step in in_flight:
-        assert victim not in finish_step(scheduler, step)
-    assert not victim.block_table and victim.output_token_ids == output
-    run(scheduler)
-    assert (other.output_token_ids, late.output_token_ids) == (alone(other), alone(late))
-    assert victim.output_token_ids == output
-
-
 def test_an_empty_step_is_legal():
     """Cancelling or preempting everybody emptied the batch, and the engine crashed (voxcpm #37,
     #42)."""
@@ -130,22 +100,6 @@ def test_an_empty_step_is_legal():
     seq = add(scheduler, 7, 5)
     run(scheduler)
     assert seq.output_token_ids == alone(seq)
-
-
-def test_a_step_may_stay_empty_while_another_is_in_flight():
-    """A needs a block, B would have to give its own, but is being computed: nobody can go on until
-    that step is back. Then B goes and A continues."""
-    scheduler = make(num_blocks=4)
-    first, second = add(scheduler, 8, 4), add(scheduler, 8, 4)
-    in_flight = scheduler.schedule()
-    empty = scheduler.schedule()
-    scheduler.check()
-    assert rows(in_flight) == {"A": 8, "B": 8} and not empty.num_new_tokens and not empty.preempted
-    finish_step(scheduler, in_flight)
-    step = run_step(scheduler)
-    assert rows(step) == {"A": 1} and step.preempted == {second: first}
-    run(scheduler)
-    assert (first.output_token_ids, second.output_token_ids) == (alone(first), alone(second))
 
 
 # ---------------------------------------------------------- steps in flight
@@ -165,49 +119,97 @@ def test_a_sequence_is_scheduled_before_its_last_token_is_known():
     assert seq.output_token_ids == alone(seq) and not scheduler.has_unfinished()
 
 
-def test_blocks_come_back_before_the_last_step_that_writes_to_them():
-    """Their next owner's step runs behind that one, so what it writes comes later."""
-    scheduler = make()
-    seq = add(scheduler, 5, 9, stop_ids=frozenset((EOS,)), eos_ids=frozenset((EOS,)))
-    first, second = scheduler.schedule(), scheduler.schedule()
-    scheduler.update(first, [EOS])
+# -------------------------------------------------- prompts that are only read
+
+
+def add_pooled(scheduler: Scheduler, num_positions: int = 0) -> Sequence:
+    """Queue 13 tokens, always the same, of which the first `num_positions` are to be handed out."""
+    seq = sequence("P", list(range(100, 113)), max_num_tokens=13, num_prompt_logprobs=num_positions)
+    scheduler.add(seq)
+    return seq
+
+
+def test_a_prompt_of_which_every_position_counts_is_not_read_from_the_cache():
+    """MEAN pooling over a prefix hit was silently wrong (BUGS 36)."""
+    scheduler = make(budget=8)
+    add_pooled(scheduler)
+    for step in (scheduler.schedule(), scheduler.schedule()):
+        scheduler.update(step, [None] * len(step.sampling))
+    seq = add_pooled(scheduler, num_positions=13)
+    step = scheduler.schedule()
+    assert step.prompt_logprob_positions == {seq: range(0, 8)} and seq.num_cached_tokens == 0
+    scheduler.update(step, [])
+    step = scheduler.schedule()
+    assert step.prompt_logprob_positions == {seq: range(8, 13)}
+    scheduler.update(step, [None])
     scheduler.check()
-    assert seq.finish_reason == "stop" and not seq.block_table and not scheduler.running
-    assert scheduler.blocks.num_free_blocks == 64 and scheduler.has_unfinished()
-    assert scheduler.update(second, [123]) == {}
-    scheduler.check()
-    assert seq.output_token_ids == [EOS] and scheduler.blocks.num_free_blocks == 64
+    assert seq.finish_reason == "length"
 
 
-@pytest.mark.parametrize("num_in_flight", [0, 1, 2])
-@pytest.mark.parametrize("num_before", [0, 1, 3])
-def test_dropped_steps_are_asked_for_again(num_in_flight, num_before):
-    """A step failed, or Ctrl-C came: nothing was promised, so nothing needs to be rolled back."""
-    scheduler = make(num_blocks=9, budget=6)
-    seqs = [add(scheduler, 9, 6), add(scheduler, 3, 6), add(scheduler, 5, 6)]
-    aborted = add(scheduler, 4, 6)
-    for _ in range(num_before):
-        run_step(scheduler)
-    for _ in range(num_in_flight):
-        scheduler.schedule()
-    scheduler.finish(aborted, "abort")
-    scheduler.finish(seqs[2], "abort")
-    scheduler.drop_in_flight()
-    scheduler.check()
-    assert not scheduler.in_flight
-    run(scheduler)
-    assert [seq.output_token_ids for seq in seqs[:2]] == [alone(seq) for seq in seqs[:2]]
+def test_a_pooled_prompt_needs_a_slot_for_each_token():
+    """64 slots are enough for 65 tokens of which the last is sampled, but not for a prompt of 65
+    that is pooled: it was let in, and preempted itself for ever."""
+    def pooled(num_prompt: int, max_num_tokens: int) -> Sequence:
+        return sequence("s", [1] * num_prompt, max_num_tokens=max_num_tokens)
+
+    make(num_blocks=16).add(pooled(64, 65))
+    make(num_blocks=16).add(pooled(64, 64))
+    for num_prompt, max_num_tokens in ((64, 66), (65, 65)):
+        with pytest.raises(ValueError, match=f" {max_num_tokens} tokens.* 64 tokens"):
+            make(num_blocks=16).add(pooled(num_prompt, max_num_tokens))
 
 
-def test_steps_come_back_in_order_with_all_their_tokens():
-    scheduler = make()
-    add(scheduler, 5, 3)
-    first, second = scheduler.schedule(), scheduler.schedule()
-    with pytest.raises(AssertionError, match="step 1 .*oldest"):
-        scheduler.update(second, [1])
-    with pytest.raises(AssertionError, match="step 0 samples 1 tokens, got 2"):
-        scheduler.update(first, [1, 2])
-    scheduler.update(first, [1])
-    scheduler.update(second, [1])
-    with pytest.raises(AssertionError, match="not the oldest"):
-        scheduler.update(second, [1])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_pooled_prompts_are_preempted_for_more_urgent_ones_alone(depth):
+    """Not in the tiniest pool: a prompt is admitted only where all of it fits, the budget then is
+    its own until its last chunk, and nobody grows behind a prompt. Only one that is earlier in the
+    policy's order may interrupt it, or take blocks that it would have needed. Random arrivals,
+    lengths, common beginnings, priorities, aborts, and steps that are lost."""
+    seen = {"chunk": 0, "hit": 0, "waited": 0, "lost": 0, "interrupted": 0}
+    for number in range(300):
+        rng = random.Random(number)
+        block_size, num_blocks = rng.choice([1, 2, 4]), rng.randint(2, 12)
+        budget = rng.randint(2, 20)
+        scheduler = Scheduler(EngineConfig(
+            model="none", block_size=block_size, max_num_batched_tokens=budget,
+            max_num_seqs=rng.randint(1, min(4, budget)),
+            enable_prefix_caching=rng.random() < 0.7,
+            scheduling_policy=rng.choice(POLICIES)), num_blocks)
+        arrivals = sorted(rng.randrange(12) for _ in range(rng.randint(1, 8)))
+        seqs, in_flight, now = [], [], 0
+        while len(seqs) < len(arrivals) or scheduler.has_unfinished():
+            while len(seqs) < len(arrivals) and arrivals[len(seqs)] <= now:
+                length = rng.randint(1, num_blocks * block_size)
+                seq = sequence(str(len(seqs)), [i // 5 * rng.randrange(2) for i in range(length)],
+                               arrival=len(seqs), priority=rng.randint(0, 2),
+                               max_num_tokens=length,
+                               num_prompt_logprobs=rng.choice([0, 1, length]))
+                seqs.append(seq)
+                scheduler.add(seq)
+            if seqs and rng.random() < 0.05:
+                scheduler.finish(rng.choice(seqs), "abort")
+            step = scheduler.schedule()
+            for seq in step.preempted:
+                assert scheduler.config.scheduling_policy != "fcfs" and any(
+                    scheduler.order(other) < scheduler.order(seq)
+                    for other in scheduler.running), number
+            seen["interrupted"] += len(step.preempted)
+            seen["chunk"] += len(step.num_new_tokens) - len(step.sampling)
+            seen["waited"] += len(scheduler.waiting)
+            in_flight += [step] if step.num_new_tokens else []
+            if in_flight and rng.random() < 0.1:
+                scheduler.drop_in_flight()
+                in_flight.clear()
+                seen["lost"] += 1
+            if in_flight and (len(in_flight) > depth or not step.num_new_tokens):
+                done = in_flight.pop(0)
+                ended = scheduler.update(done, [None] * len(done.sampling))
+                assert ended == {seq: [] for seq in done.sampling if seq.finish_reason == "length"}
+            scheduler.check()
+            now += 1
+            assert now < 1000, "stuck"
+        seen["hit"] += sum(bool(seq.num_cached_tokens) for seq in seqs)
+        assert {seq.finish_reason for seq in seqs} <= {"length", "abort"}
+        assert all(len(seq.token_ids) == seq.num_prompt_tokens for seq in seqs)
+        assert scheduler.blocks.num_free_blocks == num_blocks
+    assert min(seen.values()) > 10, seen

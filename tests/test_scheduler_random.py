@@ -324,21 +324,6 @@ def test_a_prompt_that_was_evicted_and_comes_back():
         assert seen["hit"] == (1 if caching else 0), "only the second finds its prompt unharmed"
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("window", [1, 4, 5, 6])
-def test_blocks_behind_a_window_are_others_while_their_owner_runs(window, depth):
-    """5 blocks of 4, and two sequences of up to 20 tokens, which without a window would need 10. A
-    third one finds what the first computed, as far as nobody has written over it."""
-    prompt = FAMILIES[0][:9]
-    asks = [Ask(prompt, 11, ignore_eos=True), Ask([3, 3, 3], 17, ignore_eos=True, arrival=2),
-            Ask(prompt, 6, arrival=6, n=2), Ask(prompt, 11, arrival=40)]
-    for caching in (True, False):
-        seen = run(*asks, num_blocks=5, block_size=4, window=window, depth=depth, caching=caching)
-        assert seen["released"] > 10
-    seen = run(*asks[:2], num_blocks=7, block_size=4, window=window, depth=depth, caching=False)
-    assert not seen["preemption"], "7 blocks are enough for what two windows of 6 see"
-
-
 # ---------------------------------------------------- the scheduler, at random
 
 

@@ -57,13 +57,6 @@ def test_the_queue_is_in_order_whatever_comes_and_goes(policy):
     assert preempted or policy != "priority", "nobody made way for an urgent one"
 
 
-def test_samples_of_one_request_have_different_places():
-    scheduler = make(scheduling_policy="shortest")
-    for index in (2, 0, 1):
-        scheduler.add(sequence("r", [1], SamplingParams(n=3), index=index))
-    assert [seq.index for seq in scheduler.waiting] == [0, 1, 2]
-
-
 # ---------------------------------------------------------------------- shortest
 
 
@@ -89,74 +82,7 @@ def test_shortest_is_the_best_of_all_orders_when_all_are_there():
     assert ours["shortest"] == min(waits.values()) < ours["fcfs"]
 
 
-def test_shortest_lets_nobody_starve():
-    """A prompt of 1,000 tokens that came at 0 s is before any that comes after 1 s, and behind one
-    of 10 tokens that came at 0.98 s: 0.98 + 0.01 < 0 + 1."""
-    scheduler = make(num_blocks=900, scheduling_policy="shortest")
-
-    def put(n: int, at: float) -> Sequence:
-        seq = sequence("r", [0] * n, SamplingParams(), arrival=len(scheduler.waiting),
-                       arrival_time=at)
-        scheduler.add(seq)
-        return seq
-
-    long = put(1000, 0.0)
-    assert put(1, 1.0) is not scheduler.waiting[0] is long
-    assert put(10, 0.98) is scheduler.waiting[0]
-    assert put(5, 0.99) is not scheduler.waiting[0]
-
-
-def test_shortest_orders_those_that_run_as_well():
-    """The last in the order is the one that gives its blocks back, and it comes back first."""
-    scheduler = make(num_blocks=6, scheduling_policy="shortest")
-    seqs = [add(scheduler, n, 9) for n in (8, 5, 7)]
-    steps = run(scheduler)
-    assert [seq.name for step in steps for seq in step.preempted][:2] == ["A", "C"]
-    assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
-
-
 # ------------------------------------------------------------------- interruption
-
-
-def test_who_lacks_a_row_takes_that_of_the_last():
-    """B comes while A decodes in the only row. It is computed in the next step, and A goes on
-    behind it, with its tokens."""
-    scheduler = make(seqs=1, scheduling_policy="priority")
-    first = add(scheduler, 6, 6, priority=1)
-    run_step(scheduler)
-    run_step(scheduler)
-    urgent = add(scheduler, 5, 2, priority=0)
-    step = run_step(scheduler)
-    assert str(step) == "step 2: 5 tokens | B 0..5 ↦ | preempted A"
-    run(scheduler)
-    assert first.num_preemptions == 1
-    assert [seq.output_token_ids for seq in (first, urgent)] == [alone(first), alone(urgent)]
-
-
-def test_who_lacks_blocks_takes_as_many_as_it_needs_from_the_end():
-    """8 blocks: A, B and C hold 2 each. The urgent D needs 5 of them for 18 tokens: C and B go."""
-    scheduler = make(num_blocks=8, scheduling_policy="priority", enable_prefix_caching=False)
-    seqs = [add(scheduler, 7, 2, priority=priority) for priority in (1, 2, 3)]
-    run_step(scheduler)
-    seqs.append(add(scheduler, 18, 2, priority=0))
-    step = run_step(scheduler)
-    assert [seq.name for seq in step.preempted] == ["C", "B"]
-    assert rows(step) == {"A": 1, "D": 18}
-    run(scheduler)
-    assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
-
-
-@pytest.mark.parametrize("policy, first, second, num_rows", [
-    ("priority", 0, 0, 1), ("priority", 0, 1, 1), ("fcfs", 1, 0, 1), ("shortest", 0, 0, 1),
-    ("priority", 3, 0, 2)])
-def test_nobody_makes_way_for_one_that_comes_behind(policy, first, second, num_rows):
-    """Nor for anybody where there are no priorities (B is shorter, but A runs already), or where
-    there is room."""
-    scheduler = make(seqs=num_rows, scheduling_policy=policy)
-    add(scheduler, 9, 4, priority=first)
-    run_step(scheduler)
-    add(scheduler, 2, 4, priority=second)
-    assert not any(step.preempted for step in run(scheduler))
 
 
 def test_one_that_is_in_flight_leaves_when_its_step_is_back():
@@ -198,20 +124,3 @@ def test_who_waits_for_a_block_that_is_being_computed_interrupts_nobody():
     run(scheduler)
     assert urgent.num_cached_tokens == 8 and decoding.num_preemptions == 1
     assert all(seq.output_token_ids == alone(seq) for seq in (decoding, urgent))
-
-def test_a_stream_of_urgent_ones_holds_the_others_up_and_changes_no_token():
-    """What is urgent waits for nobody: every one of them has its first token in the step after its
-    arrival. The patient ones come to their end afterwards."""
-    scheduler = make(num_blocks=12, seqs=3, scheduling_policy="priority")
-    patient = [add(scheduler, 9, 8, priority=1) for _ in range(4)]
-    urgent = []
-    for i in range(12):
-        run_step(scheduler)
-        if i % 2:
-            urgent.append(add(scheduler, 6, 2, priority=0))
-            assert urgent[-1] in run_step(scheduler).sampling
-    run(scheduler)
-    assert sum(seq.num_preemptions for seq in patient) > 1
-    assert not any(seq.num_preemptions for seq in urgent)
-    assert [seq.output_token_ids for seq in patient + urgent] == [
-        alone(seq) for seq in patient + urgent]
