@@ -77,9 +77,10 @@ def test_a_stop_string_that_can_not_appear_is_refused(llm, stop):
     (5, [256, 258], "</s>", {5, 256, 257, 258}), (257, 257, "</s>", {257})], ids=str)
 def test_all_files_say_who_ends_a_text_whosever_the_network_is(
         checkpoints, tmp_path, config, generation, tokenizer, ends):
-    """A fine-tuned chat model ran on for ever, because the base model's generation_config.json was
-    asked alone. And where config.json names no EOS, transformers' network ended a text at its
-    class's default, ours at the tokenizer's."""
+    """Only the tokenizer's EOS stopped generation, while chat models list several ids: their texts
+    ran on behind <|eot_id|>. A fine-tuned one's ran on because the base model's
+    generation_config.json was asked alone. And where config.json names no EOS, transformers'
+    network ended a text at its class's default, ours at the tokenizer's."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoints["llama3.1"], folder)
     write_json(folder / "config.json", eos_token_id=config)

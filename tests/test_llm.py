@@ -16,15 +16,16 @@ def test_default_params_come_from_generation_config(qwen3, tmp_path):
     folder = copy_of(qwen3, tmp_path)
     (folder / "generation_config.json").write_text(json.dumps(dict(
         do_sample=True, temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=5,
+        repetition_penalty=1.3,
         eos_token_id=[EOS, END_OF_TURN], bos_token_id=BOS)))
     llm = make(folder)
     assert llm.get_default_sampling_params() == SamplingParams(
-        temperature=0.6, top_k=20, top_p=0.95, max_tokens=5)
+        temperature=0.6, top_k=20, top_p=0.95, max_tokens=5, repetition_penalty=1.3)
     assert len(run(llm, "Hello", llm.get_default_sampling_params())[0].outputs[0].token_ids) <= 5
     assert len(run(llm, "Hello")[0].outputs[0].token_ids) <= 5  # no params: the same defaults
     assert len(run(llm, "Hello", greedy(7, ignore_eos=True))[0].outputs[0].token_ids) == 7
     write_json(folder / "generation_config.json", temperature=None, top_k=None, top_p=None,
-               max_new_tokens=None)
+               max_new_tokens=None, repetition_penalty=None)
     assert make(folder).get_default_sampling_params() == SamplingParams()
 
 

@@ -6,13 +6,11 @@ with a step in flight, for any block size. That is the engine's one invariant: t
 change *when* a token is computed, never *which* token comes out.
 """
 
-import random
-import shutil
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS, EOS, Reference, assert_same_text
-from helpers import poisoned, watch_steps, write_json
+from checkpoints import CHECKPOINTS, Reference, assert_same_text
+from helpers import poisoned, watch_steps
 from transformers import AutoTokenizer
 
 from nanoserve import LLM, SamplingParams
@@ -105,16 +103,6 @@ def test_every_checkpoint_alone_and_in_the_core_modes(checkpoints, prompts, refe
         assert num_preempted(steps) and any(output.num_cached_tokens for output in outputs)
 
 
-def test_one_prompt_at_a_time_and_several_samples_of_one(qwen3, prompts, reference_of):
-    plain, busy = start(qwen3, enable_prefix_caching=False), start(qwen3, **BUSY)
-    outputs = [run(plain, [prompt])[0] for prompt in prompts]
-    assert_parity(outputs, prompts, reference_of("qwen3"), "alone")
-    steps = watch_steps(busy)
-    outputs = run(busy, prompts[-3:], GREEDY_OF_3)
-    assert all(len(output.outputs) == 3 for output in outputs) and num_preempted(steps)
-    assert_parity(outputs, prompts[-3:], reference_of("qwen3"), "all at once, n=3")
-
-
 @pytest.mark.parametrize("options", [
     dict(block_size=1, num_gpu_blocks_override=1024), dict(block_size=13),
     dict(async_scheduling=True, max_num_batched_tokens=7),
@@ -130,45 +118,6 @@ def test_windows_in_blocks_of_any_size(checkpoints, prompts, reference_of, name,
         outputs = run(llm, prompts)
         assert_parity(outputs, prompts, reference_of(name), f"{name}, {where}, {options}")
     assert bool(num_preempted(steps)) == (llm.scheduler.blocks.num_blocks == 6)
-
-
-@pytest.mark.parametrize("options", [{}, dict(async_scheduling=True, max_num_batched_tokens=9)],
-                         ids=str)
-def test_long_texts_in_a_pool_for_their_windows(checkpoints, prompts, references, options):
-    """Texts of up to 180 tokens, 45 blocks of 4 each, in a cache of 64 for all: a window of 13
-    needs 5 of each, and one or two more while a step runs. Nobody is preempted."""
-    llm = start(checkpoints["mistral"], block_size=4, num_gpu_blocks_override=64, **options)
-    steps, schedule, most = watch_steps(llm), llm.scheduler.schedule, 0
-
-    def watching_schedule():
-        nonlocal most
-        step = schedule()
-        decodes = [seq for seq in step.num_new_tokens
-                   if seq.num_computed_tokens > seq.num_prompt_tokens + 4]
-        most = max([most] + [len(seq.block_table) - seq.num_released_blocks for seq in decodes])
-        return step
-
-    llm.scheduler.schedule = watching_schedule
-    prompts = [prompt for prompt in prompts if 15 <= len(prompt) <= 48]
-    length = 130  # some end before, at an EOS
-    outputs = run(llm, prompts, SamplingParams(temperature=0, max_tokens=length))
-    assert_parity(outputs, prompts, lambda *of: references("mistral", of[0], length, of[1]),
-                  f"long, {options}")
-    assert sum(len(output.outputs[0].token_ids) for output in outputs) > 400
-    assert not num_preempted(steps) and 4 <= most <= 7
-
-
-@pytest.mark.parametrize("options", [
-    {}, dict(enable_prefix_caching=False), dict(max_num_batched_tokens=7),
-    dict(async_scheduling=True), dict(async_scheduling=True, enable_prefix_caching=False),
-], ids=str)
-def test_preempted_in_a_tiny_pool(qwen3, prompts, reference_of, options):
-    """6 blocks hold one of the longest texts (93 computed tokens) and nothing beside it."""
-    llm = start(qwen3, num_gpu_blocks_override=6, **options)
-    steps = watch_steps(llm)
-    assert_parity(run(llm, prompts), prompts, reference_of("qwen3"), f"preempted, {options}")
-    assert num_preempted(steps) > 3, "the cache was not tiny enough"
-    assert llm.scheduler.blocks.num_free_blocks == 6
 
 
 @pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7), dict(block_size=4),
@@ -247,35 +196,6 @@ def test_bf16_is_as_good_as_transformers_bf16(checkpoints, prompts, name):
 # ------------------------------------------------------------ where a text ends
 
 
-@pytest.fixture
-def many_eos(qwen3, prompts, references, tmp_path):
-    """qwen3 with a generation_config.json whose EOS ids are tokens that really come up."""
-    texts = [references("qwen3", prompt, MAX_TOKENS)[0] for prompt in prompts[:9]]
-    eos_ids = [EOS, texts[0][5], texts[1][9], texts[8][12]]
-    folder = tmp_path / "many-eos"
-    shutil.copytree(qwen3, folder)
-    write_json(folder / "generation_config.json", eos_token_id=eos_ids)
-    return folder, eos_ids
-
-
-def test_every_eos_id_of_the_generation_config_ends_the_text(many_eos, prompts):
-    """Only the tokenizer's EOS stopped generation, while chat models list several ids: their texts
-    ran on behind <|eot_id|> to the length limit."""
-    folder, eos_ids = many_eos
-    reference = Reference(folder)
-    outputs = run(start(folder), prompts)
-    assert_parity(outputs, prompts, lambda p, guess: reference.generate(p, MAX_TOKENS, guess),
-                  "EOS ids")
-    ends = {output.outputs[0].token_ids[-1] for output in outputs
-            if output.outputs[0].finish_reason == "stop"}
-    assert ends <= set(eos_ids) and len(ends) >= 2
-    for sample in (output.outputs[0] for output in outputs):
-        stopped = sample.token_ids[-1] in eos_ids
-        assert sample.finish_reason == ("stop" if stopped else "length")
-        assert sample.stop_reason is None
-        assert not set(sample.token_ids[:-1]) & set(eos_ids)
-
-
 # ---------------------------------------------------------- the bundled model
 
 STORIES = ["Once upon a time", "The old king looked at his daughter and said, \"",
@@ -314,31 +234,3 @@ def test_the_bundled_model_is_what_llm_without_a_model_uses(bundled):
         outputs = [run(llm, text)[0] for text in STORIES]
     assert_parity(outputs, prompts, reference, "LLM()")
     assert [output.prompt for output in outputs] == STORIES
-
-
-@pytest.mark.parametrize("options", [{}, dict(async_scheduling=True), dict(draft=True)])
-def test_system_prompts_take_turns_in_the_same_blocks(checkpoints, references, options):
-    """Three system prompts push each other out of a small cache, so that the same blocks come back
-    with other tokens, and are shared by the rows that are decoded."""
-    options = dict(options)
-    if options.pop("draft", False):
-        options["speculative_config"] = dict(
-            method="draft_model", model=str(checkpoints["qwen3"]), num_speculative_tokens=2)
-    rng, shared = random.Random(0), set()  # blocks by the system prompt that several rows share
-    systems = [[rng.randrange(256) for _ in range(length)] for length in (40, 33, 48)]
-    with LLM(checkpoints["qwen3"], dtype="float32", device="cpu", block_size=4, max_num_seqs=3,
-             num_gpu_blocks_override=26, max_model_len=80, **options) as llm:
-        for i in range(6):
-            prompts = [systems[i % 3] + [rng.randrange(256) for _ in range(n)] for n in (3, 5, 1)]
-            for j, prompt in enumerate(prompts):
-                llm.add_request(f"{i}-{j}", prompt, SamplingParams(
-                    temperature=0, max_tokens=10, ignore_eos=True))
-            texts = {}
-            while llm.has_unfinished_requests():
-                for output in llm.step():
-                    texts[output.request_id] = output.outputs[0].token_ids
-                shared |= {(i % 3, block) for block, count in enumerate(
-                    llm.scheduler.blocks.ref_counts) if count > 1}
-            for j, prompt in enumerate(prompts):
-                assert texts[f"{i}-{j}"] == references("qwen3", prompt, 10, texts[f"{i}-{j}"])[0]
-    assert len({block for _, block in shared}) < len(shared), "no block has changed its owner"

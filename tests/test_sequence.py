@@ -186,20 +186,6 @@ def test_a_changed_field_is_checked_again_by_replace():
 # ---------------------------------------------------------------- a sequence
 
 
-def test_a_sample_on_its_way_counts_as_a_token():
-    seq = sequence("7", list(range(20)), SamplingParams())
-    seq.num_unknown_tokens = 1
-    assert (seq.num_tokens, seq.num_prompt_tokens, seq.output_token_ids) == (21, 20, [])
-    seq.token_ids.append(99)
-    assert (seq.num_tokens, seq.num_prompt_tokens, seq.output_token_ids) == (22, 20, [99])
-
-
-def test_sequences_are_equal_only_to_themselves():
-    """Two requests with the same id and tokens are two keys of a step's dict."""
-    one, other = (sequence("7", [1], SamplingParams()) for _ in range(2))
-    assert one != other and len({one: 1, other: 2}) == 2
-
-
 @pytest.mark.parametrize("drafts, sampled, stops, expected", [
     ([5, 6, 7], [5, 6, 9, 4], (), [5, 6, 9]), ([5, 6, 7], [5, 6, 7, 4], (), [5, 6, 7, 4]),
     ([5, 6, 7], [1, 6, 7, 4], (), [1]), ([5], [5, 5], (), [5, 5]),
@@ -211,11 +197,6 @@ def test_what_a_row_with_drafts_comes_to(drafts, sampled, stops, expected):
     step = Step(0, {other: 1, seq: 1 + len(drafts)}, [0, 0], [other, seq], {seq: drafts})
     assert step.outcome([3, *sampled]) == {other: [3], seq: expected}
     assert step.samples() == [other] + [seq] * (1 + len(drafts))
-
-
-@pytest.mark.parametrize(("n", "index", "name"), [(1, 0, "7"), (3, 2, "7.2")])
-def test_a_sample_has_a_name_of_its_own(n, index, name):
-    assert sequence("7", [1], SamplingParams(n=n), index=index).name == name
 
 
 def test_numbers_of_numpy_are_numbers():
