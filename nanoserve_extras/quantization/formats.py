@@ -107,7 +107,7 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False, later: bool = Fa
     form = read_format(entry)
     joint, ending = ("_", "") if form.read is experts_of else (".", ".weight")
     waiting: dict[str, Parts] = {}
-    for file, name, tensor in tensors:
+    for file, name, tensor in one_by_one(tensors):
         module, _, part = name.rpartition(joint)
         part = "weight_scale" if part == "weight_scale_inv" else part  # it is multiplied with, too
         if part in form.passed_over:
@@ -133,6 +133,22 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False, later: bool = Fa
             raise ValueError(f"{module} is quantised, but has only {', '.join(sorted(group))} of "
                              f"{', '.join(own.parts)}; {len(waiting)} such in all")
         yield made(file, module, group)
+
+
+def one_by_one(tensors: Tensors) -> Tensors:
+    """transformers saves all experts of a layer in one tensor of 8-bit floats, with their scales in
+    another. Each becomes a matrix, under the name that other files have for it."""
+    for file, name, tensor in tensors:
+        found = re.fullmatch(r"(.*\.)(gate_up|down)_proj(_scale_inv)?", name)
+        if found is None or tensor.dim() != 3 or not (found[3] or tensor.dtype == E4M3):
+            yield file, name, tensor
+            continue
+        for i, one in enumerate(tensor):
+            halves = one.chunk(2) if len(one) > 1 else (one, one)  # one scale may be for both
+            parts = zip(("gate", "up"), halves, strict=True) if found[2] != "down" else [
+                ("down", one)]
+            for part, matrix in parts:
+                yield file, f"{found[1]}{i}.{part}_proj.weight{found[3] or ''}", matrix
 
 
 def make_weight(file: Path, module: str, parts: Parts, form: Format,

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import wrappings
 from architectures import ARCHITECTURES, GQA, Made, make
 from checkpoints import Reference
 from hybrids import HYBRIDS
-from packing import FORMATS, by_definition, groups_by_definition, write
+from packing import FORMATS, by_definition, fp8, groups_by_definition, write
 from safetensors.torch import load_file, save_file
 from test_latent import MODELS
 from torch import nn
@@ -238,6 +239,26 @@ def test_a_block_that_can_not_be_packed_is_tried_again_and_then_says_why(tmp_pat
         texts(source, quantization="int8")
     failing = [len(calls) + 6]
     assert texts(source, quantization="int8") == expected
+
+
+@pytest.mark.parametrize("block", [(8, 40), (48, 40)], ids=str)
+def test_8_bit_floats_of_all_experts_in_one_tensor_are_read(tmp_path, block):
+    """As transformers saves them, with the scales beside: they were left over."""
+    quantized, dense = write(make(MIXTURES["gemma4-moe"](), tmp_path / "source"), tmp_path,
+                             partial(fp8, block=block))
+    stored, plain = (load_file(folder / "model.safetensors") for folder in (quantized, dense))
+    for name in [name for name, tensor in plain.items() if tensor.dim() == 3 and "experts" in name]:
+        made = [fp8(*one.shape, seed, block) for seed, one in enumerate(plain[name])]
+        plain[name] = torch.stack([one.dense for one in made])
+        stored[name], stored[f"{name}_scale_inv"] = (
+            torch.stack([[*one.tensors.values()][i] for one in made]) for i in range(2))
+    for folder, tensors in ((quantized, stored), (dense, plain)):
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert texts(quantized) == reference(dense)
+    del stored[f"{name}_scale_inv"]
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="is quantised, but has only weight of weight, weight_sc"):
+        texts(quantized)
 
 
 def test_gpt_oss_own_files_are_read(tmp_path):
