@@ -165,6 +165,6 @@ def blamed_field(message: str, body: BaseModel) -> str | None:
     if first in type(body).model_fields:
         return first
     if re.search(r"\b(prompt|conversation|message|image)\b", message):
-        return next((name for name in ("prompt", "messages", "input")
+        return next((name for name in ("prompt", "messages", "input", "tokens")
                      if name in body.model_fields_set), None)
     return None
