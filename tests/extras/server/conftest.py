@@ -20,4 +20,3 @@ def server(running):
     """Behind each test nothing runs, all blocks are free, and nobody's place is taken."""
     yield running
     running.wait_for_rest()
-    running.wait_until(lambda: running.app.num_open == 0)

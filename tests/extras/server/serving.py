@@ -9,12 +9,17 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from nanoserve import LLM
+from nanoserve import LLM, SamplingParams
+from nanoserve.frontend.outputs import RequestOutput
 from nanoserve_extras.server.api import create_app
 from nanoserve_extras.server.async_llm import AsyncLLM
 from nanoserve_extras.server.cli import listen
 
 NAME = "tested"
+PROMPT = "Once upon a time"
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
 
 class Serving:
@@ -54,6 +59,13 @@ class Serving:
             answer = connection.getresponse()
             return answer.status, answer.read()
 
+    def refusal(self, path: str, body, status: int = 400, **kinds) -> dict:
+        """The error of a body that is refused; every error has one shape."""
+        found, answer = self.ask(path, body, **kinds)
+        assert found == status, answer
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        return answer["error"]
+
     def events(self, path: str, body: dict) -> list[dict]:
         """The events of a stream, which must end as OpenAI's do."""
         status, data = self.ask_raw(path, body | {"stream": True})
@@ -72,8 +84,16 @@ class Serving:
 
     # -------------------------------------------------------------- the engine
 
+    def offline(self, prompt=PROMPT, **params) -> RequestOutput:
+        """The oracle: what `generate` gives of the same engine."""
+        [output] = self.llm.generate([prompt], SamplingParams(**params), use_tqdm=False)
+        return output
+
     def wait_for_rest(self) -> None:
-        """Until nothing runs; then all blocks must be free and the books right."""
+        """Until nobody's place is taken and nothing runs; then all blocks must be free and the
+        books right. (A request takes its place before its prompt has become tokens.)"""
+        self.wait_until(lambda: self.app.num_open == 0)
+
         async def rest():
             while await self.engine.between_steps(self.llm.has_unfinished_requests):
                 await asyncio.sleep(0.001)
