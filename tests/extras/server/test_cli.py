@@ -28,8 +28,18 @@ def parse(*words: str) -> dict:
     return cli.engine_options(cli.make_parser().parse_args(list(words)))
 
 
+def refused(words: list[str], capsys) -> str:
+    """The one line in which a start is refused."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--port", "0", *words])
+    said = capsys.readouterr().err.strip()
+    assert caught.value.code == 2 and "\n" not in said.partition("nanoserve: ")[2]
+    return said
+
+
 def test_without_options_the_engine_gets_its_own_defaults():
     assert parse() == {f.name: f.default for f in fields(EngineArgs) if f.name != "model"}
+    assert cli.make_parser().parse_args([]).host == "127.0.0.1"  # nobody else, unless asked
 
 
 def test_every_option_of_the_engine_is_there():
@@ -47,7 +57,6 @@ def test_every_option_of_the_engine_is_there():
             words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
     assert {name: value for name, value in parse(*words).items() if name in given} == given
     text = cli.make_parser().format_help()
-    assert "serve" in text
     for field in fields(EngineArgs):
         assert field.name == "model" or f"--{field.name.replace('_', '-')}" in text
 
@@ -63,7 +72,8 @@ def test_vllms_options_are_taken_where_they_ask_for_nothing():
     ["--max-model-len", "long"], ["--hf-overrides", "[1]"], ["--hf-overrides", "{"],
     ["--max-requests", "0"], ["--drain-seconds", "-1"], ["--no-such-option"], ["a", "b"],
     ["--max-model-len", "1.0005k"], ["--max-model-len", "2q"], ["--lora-modules", "x"],
-    ["--lora-modules", '{"name": "x"}'], ["--lora-modules", '{"name": "x", "path": "y", "z": 1}']])
+    ["--lora-modules", "=x"], ["--lora-modules", '{"name": "x"}'],
+    ["--lora-modules", '{"name": "x", "path": "y", "z": 1}']])
 def test_options_of_the_wrong_type_are_refused(words, capsys):
     with pytest.raises(SystemExit) as caught:
         parse(*words)
@@ -79,55 +89,64 @@ def test_an_option_is_never_a_beginning_of_another(capsys):
         assert f"no option {word}: did you mean --{meant}?" in capsys.readouterr().err
 
 
-def test_options_come_in_vllms_forms():
+@pytest.mark.parametrize(("words", "name", "value"), [
+    (["--max_model_len=2k"], "max_model_len", 2000), (["--max-model-len", "2K"], "max_model_len",
+                                                      2048),
+    (["--max-num-batched-tokens", "1.5k"], "max_num_batched_tokens", 1500),
+    (["--no-enable_prefix_caching"], "enable_prefix_caching", False),
+    (["--served_model_name", "a_b"], "served_model_name", ["a_b"]),
+    (["-tp", "2"], "tensor_parallel_size", 2), (["-pp", "1"], "pipeline_parallel_size", 1),
+    (["--model", "a"], "model", "a"),
+    (["--lora-modules", "one=folder", '{"name": "two", "path": "a=b", "base_model_name": "a"}'],
+     "lora_modules", [("one", "folder"), ("two", "a=b")])])
+def test_options_come_in_vllms_forms(words, name, value):
     args = cli.make_parser().parse_args(
-        ["--max_model_len=2k", "--served_model_name", "a_b", "--no-enable_prefix_caching"])
-    assert (args.max_model_len, args.served_model_name) == (2000, ["a_b"])
-    assert not args.enable_prefix_caching
-    assert parse("--max-model-len", "2k")["max_model_len"] == 2000
-    assert parse("--max-model-len", "2K")["max_model_len"] == 2048
-    assert parse("--max-num-batched-tokens", "1.5k")["max_num_batched_tokens"] == 1500
-    assert parse("--seed", "-3")["seed"] == -3
-    assert parse("-tp", "2")["tensor_parallel_size"] == 2
-    args = cli.make_parser().parse_args(
-        ["--model", "a", "-pp", "1", "--enable-lora", "--lora-modules", "one=folder",
-         '{"name": "two", "path": "other=folder", "base_model_name": "a"}',
-         "--uvicorn-log-level", "info", "--swap-space", "4"])
+        [*words, "--enable-lora", "--uvicorn-log-level", "info", "--swap-space", "4"])
     cli.check_servers_own(args)
-    assert args.model == "a" and args.lora_modules == [("one", "folder"), ("two", "other=folder")]
-    assert cli.engine_options(args)["pipeline_parallel_size"] == 1
+    assert getattr(args, name) == value
     assert "uvicorn_log_level" not in cli.engine_options(args)
 
 
 @pytest.mark.parametrize("words, said", [
     (["--dtype", "int3"], "dtype must be one of"), (["--max-num-seqs", "-5"], "max_num_seqs"),
-    (["no/such/model"], "no/such/model"), (["--chat-template", "no/such/file"], "chat_template"),
-    (["--skip-tokenizer-init"], "without text"), (["--api-server-count", "2"], "one process"),
-    (["--ssl-keyfile", "x"], "put a proxy in front"), (["a", "--model", "b"], "two models are"),
-    (["--kv-cache-dtype", "fp8"], "kv_cache_dtype must be auto or int8"),
+    (["no/such/model"], "no/such/model"), (["--kv-cache-dtype", "fp8"], "kv_cache_dtype"),
     (["--max-num-seqs", "9", "--max-num-batched-tokens", "3"], "max_num_batched_tokens")])
-def test_what_cannot_be_served_is_said_in_one_line(words, said, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--port", "0", *words])
-    error = capsys.readouterr().err.strip()
-    assert caught.value.code == 2 and said in error and "Traceback" not in error
+def test_what_an_engine_refuses_is_said_in_one_line(words, said, capsys):
+    assert said in refused(words, capsys)
+
+
+NAMES, ADAPTERS = ["--served-model-name"], ["--enable-lora", "--lora-modules"]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--chat-template", "no/such/file"], "chat_template"),
+    (["--skip-tokenizer-init"], "--skip-tokenizer-init"),
+    (["--api-server-count", "2"], "--api-server-count"), (["--ssl-keyfile", "x"], "--ssl-keyfile"),
+    (["a", "--model", "b"], "two models are"), (["--api-key", ""], "--api-key is empty"),
+    (["--lora-modules", "one=folder"], "--enable-lora"),
+    (["--port", "65536"], "from 0 to 65535"), (["--port", "-1"], "from 0 to 65535"),
+    (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+    # An adapter named like the model answered in its place, and /v1/models had the name twice.
+    ([*NAMES, "a", *ADAPTERS, "b=/x", "a=/x"], "name 'a'"), ([*NAMES, "a", "a"], "name 'a'"),
+    ([*NAMES, "a", "b", *ADAPTERS, "b=/x"], "name 'b'"), ([*ADAPTERS, "a=/x", "a=/x"], "name 'a'")])
+def test_what_cannot_be_served_is_said_before_the_model_is_loaded(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "LLM", None)
+    assert said in refused(words, capsys)
 
 
 def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(capsys, monkeypatch):
     monkeypatch.setattr(cli, "LLM", None)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
-        cli.main(["--port", str(taken.getsockname()[1])])
-    assert "can't listen on 127.0.0.1" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = refused(["--port", str(taken.getsockname()[1])], capsys)
+    assert "can't listen on 127.0.0.1" in said
 
 
 def test_two_servers_that_start_at_a_time_get_one_port_and_one_line(capsys, monkeypatch):
     """Both are bound to it while they load; the second one is told when it wants to listen."""
     with cli.listen("127.0.0.1", 0) as other:
         monkeypatch.setattr(cli, "LLM", lambda *_, **__: other.listen())
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["--port", str(other.getsockname()[1])])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("nanoserve: can't listen on 127.0.0.1")
+        said = refused(["--port", str(other.getsockname()[1])], capsys)
+    assert "can't listen on 127.0.0.1" in said
 
 
 @pytest.mark.parametrize(("words", "local", "seconds"), [
@@ -143,34 +162,6 @@ def test_a_server_without_a_key_on_this_machine_takes_local_names(words, local, 
     monkeypatch.delenv(cli.KEY_VARIABLE, raising=False)
     cli.main(["--port", "0", *words])
     assert made[0]["only_local"] is local and made[1].timeout_keep_alive == seconds
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["--lora-modules", "one=folder"], "--lora-modules has no effect without --enable-lora"),
-    (["--api-key", ""], "--api-key is empty")])
-def test_what_can_not_be_meant_is_found_out_before_the_model_is_loaded(
-        words, said, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "LLM", None)
-    with pytest.raises(SystemExit):
-        cli.main(["--port", "0", *words])
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("host", "port", "said"), [
-    ("127.0.0.1", "65536", "from 0 to 65535"), ("127.0.0.1", "-1", "from 0 to 65535"),
-    ("no.such.host.invalid", "0", "no.such.host.invalid")])
-def test_an_address_that_there_is_not_is_refused_before_the_model_is_loaded(
-        host, port, said, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "LLM", None)
-    with pytest.raises(SystemExit):
-        cli.main(["--host", host, "--port", port])
-    assert said in capsys.readouterr().err
-
-
-def test_nobody_but_this_machine_is_served_unless_asked():
-    assert cli.make_parser().parse_args([]).host == "127.0.0.1"
-    with cli.listen("127.0.0.1", 0) as sock:
-        assert sock.getsockname()[0] == "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
@@ -192,57 +183,55 @@ def started():
     process.communicate()
 
 
-def test_a_page_of_an_allowed_origin_may_ask(started):
-    """A browser asks first whether it may, and has no key for that."""
-    _, port = started
-    for origin, allowed in (("http://page", 200), ("http://other", 400)):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("OPTIONS", "/v1/chat/completions", headers={
-            "Origin": origin, "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization,content-type"})
-        answer = connection.getresponse()
-        answer.read()
-        assert answer.status == allowed
-        connection.request("GET", "/v1/models", headers={
-            "Origin": origin, "Authorization": "Bearer secret"})
-        answer = connection.getresponse()
-        shown = answer.headers["access-control-allow-origin"]
-        assert shown == ("http://page" if allowed == 200 else None)
-        connection.close()
+@pytest.fixture
+def connection(started):
+    connection = http.client.HTTPConnection("127.0.0.1", started[1], timeout=20)
+    yield connection
+    connection.close()
 
 
-def test_a_client_that_offers_http2_has_its_body_read(started):
-    """Java's does; uvicorn took such a body for an empty one, and what followed for no HTTP."""
-    _, port = started
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    body = json.dumps(dict(prompt="Once", max_tokens=1))
-    for _ in range(2):
-        connection.request("POST", "/v1/completions", body, {
-            "content-type": "application/json", "authorization": "Bearer secret",
-            "connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c",
-            "http2-settings": "AAEAAEAAAAIAAAAB"})
-        answer = connection.getresponse()
-        assert answer.status == 200 and json.load(answer)["usage"]["completion_tokens"] == 1
-
-
-def test_a_body_that_quotes_an_offer_of_http2_keeps_it(started):
-    """A form's field may. Without these bytes the server waited for the rest of the body."""
-    _, port = started
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.request("POST", "/v1/completions", b"POST\r\nUpgrade: h2c\r\n", {
-        "content-type": "application/json", "authorization": "Bearer secret"})
+def ask(connection, method: str, path: str, body=None, /, **headers):
+    """The answer, whose text was read."""
+    connection.request(method, path, body, {
+        name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
-    assert answer.status == 400 and "no JSON" in json.load(answer)["error"]["message"]
+    answer.read()
+    return answer
 
 
-def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(started):
+SECRET = dict(authorization="Bearer secret")
+OFFER = dict(connection="Upgrade, HTTP2-Settings", upgrade="h2c", http2_settings="AAEAAEAAAAIAAAAB")
+
+
+def test_a_page_of_an_allowed_origin_may_ask(connection):
+    """A browser asks first whether it may, and has no key for that."""
+    for origin, status, shown in (("http://page", 200, "http://page"), ("http://other", 400, None)):
+        answer = ask(connection, "OPTIONS", "/v1/chat/completions", origin=origin,
+                     access_control_request_method="POST",
+                     access_control_request_headers="authorization,content-type")
+        assert answer.status == status
+        answer = ask(connection, "GET", "/v1/models", origin=origin, **SECRET)
+        assert answer.headers["access-control-allow-origin"] == shown
+
+
+def test_a_client_that_offers_http2_has_its_body_read(connection):
+    """Java's does; uvicorn took such a body for an empty one, and what followed for no HTTP. A body
+    that quotes such an offer keeps it: without these bytes the server waited for the rest."""
+    for body, status in ((json.dumps(dict(prompt="Once", max_tokens=1)), 200),
+                         (b"POST\r\nUpgrade: h2c\r\n", 400)):
+        for offer in (OFFER, {}):
+            answer = ask(connection, "POST", "/v1/completions", body,
+                         content_type="application/json", **SECRET, **offer)
+            assert answer.status == status
+
+
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(started, connection):
     """The last of those that share the server."""
     process, port = started
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     body = json.dumps(dict(model="known", prompt="Once", max_tokens=60, ignore_eos=True,
                            stream=True))
-    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
-    connection.request("POST", "/v1/completions", body, headers)
+    connection.request("POST", "/v1/completions", body,
+                       SECRET | {"content-type": "application/json"})
     answer = connection.getresponse()
     first = answer.readline()
     process.send_signal(signal.SIGTERM)
