@@ -166,12 +166,12 @@ def test_what_can_not_be_kept_to_is_refused_only_where_a_call_is_required(name, 
 
 
 def test_a_schema_that_grows_without_end_meets_a_bound():
-    """Each refers twice to the next: 2^40 places in all, in a format that writes out each."""
+    """Each refers twice to the next: 2^12 places in all, in a format that writes out each."""
     defs = {f"d{i}": dict(type="object", properties=dict.fromkeys(
-        "ab", {"$ref": f"#/$defs/d{i + 1}"})) for i in range(40)} | dict(d40={})
+        "ab", {"$ref": f"#/$defs/d{i + 1}"})) for i in range(12)} | dict(d12={})
     schema = {"$ref": "#/$defs/d0", "$defs": defs, "properties": dict(x={"$ref": "#/$defs/d0"})}
     reader = TurnReader(FORMATS["Gemma 4"], dict(f=schema), "")
-    with pytest.raises(ValueError, match="shorten|deep"):
+    with pytest.raises(ValueError, match="shorten"):
         ToolGrammar(FORMATS["Gemma 4"], dict(f=schema), {}).text(reader, True, False, None)
 
 

@@ -124,16 +124,6 @@ def test_every_template_of_today_is_derived_and_proved(name):
 
 
 @every_format
-def test_a_name_that_begins_like_another_is_told_when_it_is_whole(name):
-    schemas = {"get_it": NO_ARGUMENTS, "get": NO_ARGUMENTS}
-    prompt, text = written(name, [tool(*one) for one in schemas.items()],
-                           tool_calls=calls_of(("get_it", {})))
-    for cut in range(len(text)):
-        reader = TurnReader(FORMATS[name], schemas, prompt, kept=True)
-        assert [call.name for call in read(reader, text, [cut], "stop").calls] == ["get_it"]
-
-
-@every_format
 @settings(derandomize=True, max_examples=20, deadline=None)
 @given(data=st.data())
 def test_calls_come_back_as_the_template_wrote_them(name, data):
@@ -143,7 +133,8 @@ def test_calls_come_back_as_the_template_wrote_them(name, data):
         for key in [key for key, value in arguments.items() if not is_plain(name, value)]:
             del arguments[key]
     names = ["get_it", "get"][:many]
-    schemas = {name: schema for name, (schema, _) in zip(names, drawn, strict=True)}
+    schemas = {"get": NO_ARGUMENTS}  # a name that another one begins with
+    schemas |= {name: schema for name, (schema, _) in zip(names, drawn, strict=True)}
     calls = [(name, arguments) for name, (_, arguments) in zip(names, drawn, strict=True)]
     prompt, text = written(name, [tool(*one) for one in schemas.items()],
                            tool_calls=calls_of(*calls))
@@ -246,20 +237,15 @@ def test_arguments_are_told_as_they_are_written_where_a_grammar_keeps_to_the_for
     assert begun > 200 or not form.is_raw or not form.is_json and form.text == ("", "")
 
 
-def test_a_turn_ends_by_a_token_that_the_text_does_not_show():
-    text = ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.add"
-            '<|channel|>commentary json<|message|>{"x": 1}')
-    assert read(TurnReader(FORMATS["gpt-oss"], {"add": {}}, ""), text, [40]) == Piece(
-        "Hm.", "", [Call("add", '{"x": 1}')])
-
-
 @pytest.mark.parametrize("header", [
+    " to=functions.add<|channel|>commentary json<|message|>",
     "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
     "<|channel|>commentary to=functions.add<|constrain|>json <|message|>",
     " to=functions.add<|channel|>commentary <|constrain|>json<|message|>",
     "<|channel|>commentary to=functions.add json<|message|>"])
 def test_gpt_oss_may_name_the_channel_in_front_of_the_tool(header):
-    """As openai_harmony's description has it; the template writes it behind."""
+    """As openai_harmony's description has it; the template writes it behind. The token that ends
+    the turn is not in the text."""
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     for cuts in ([], [40, 70], range(200)):
         assert read(TurnReader(FORMATS["gpt-oss"], {"add": {}}, ""), f'{thought}{header}{{"x": 1}}',
@@ -277,17 +263,18 @@ def test_a_model_may_leave_a_calls_id_out():
                 calls=[Call("a", "{}"), Call("b", "{}")])
 
 
-def test_the_prompt_may_have_begun_or_ended_the_thought():
-    form, header = FORMATS["Qwen3.5"], "<|im_start|>assistant\n<think>\n"
-    assert read(TurnReader(form, {}, header), "Hm.\n</think>\n\nYes.") == Piece("Hm.", "Yes.")
-    assert read(TurnReader(form, {}, header), "Hm. Hm.", ended="length") == Piece("Hm. Hm.")
-    assert read(TurnReader(form, {}, header + "\n</think>\n\n"), "Yes.") == Piece("", "Yes.")
-    form, header = FORMATS["Qwen3"], "<|im_start|>assistant\n"
-    assert read(TurnReader(form, {}, header), "<think>\nHm.\n</think>\n\nYes.") == Piece(
-        "Hm.", "Yes.")
-    assert read(TurnReader(form, {}, header + "<think>\n\n</think>\n\n"), "Yes.") == Piece(
-        "", "Yes.")
-    assert read(TurnReader(form, {}, header), "Yes.") == Piece("", "Yes.")
+XML, HERMES = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("name", "prompt", "text", "ended", "piece"), [
+    ("Qwen3.5", XML, "Hm.\n</think>\n\nYes.", "stop", Piece("Hm.", "Yes.")),
+    ("Qwen3.5", XML, "Hm. Hm.", "length", Piece("Hm. Hm.")),
+    ("Qwen3.5", XML + "\n</think>\n\n", "Yes.", "stop", Piece("", "Yes.")),
+    ("Qwen3", HERMES, "<think>\nHm.\n</think>\n\nYes.", "stop", Piece("Hm.", "Yes.")),
+    ("Qwen3", HERMES + "<think>\n\n</think>\n\n", "Yes.", "stop", Piece("", "Yes.")),
+    ("Qwen3", HERMES, "Yes.", "stop", Piece("", "Yes."))])
+def test_the_prompt_may_have_begun_or_ended_the_thought(name, prompt, text, ended, piece):
+    assert read(TurnReader(FORMATS[name], {}, prompt), text, ended=ended) == piece
 
 
 def test_a_history_may_leave_out_the_thought_that_the_prompt_begins():
