@@ -57,12 +57,8 @@ async def _between_steps(engine: AsyncLLM) -> None:
         await asyncio.sleep(0.001)
 
 
-async def outputs_of(engine: AsyncLLM, *args, **kinds) -> list:
-    return [output async for output in engine.generate(*args, **kinds)]
-
-
 async def last_of(engine: AsyncLLM, *args, **kinds):
-    return (await outputs_of(engine, *args, **kinds))[-1]
+    return [output async for output in engine.generate(*args, **kinds)][-1]
 
 
 def test_tokens_are_those_of_generate(engine):
@@ -291,6 +287,7 @@ def test_an_engine_whose_steps_keep_failing_is_dead_and_says_so(qwen3, monkeypat
         engine.shutdown()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a process counts its threads so")
 def test_one_thread_alone_has_others_that_compute_with_it():
     """The one that made the engine, and computed with another one, has none any more."""
@@ -338,38 +335,33 @@ def test_a_loop_that_is_gone_costs_the_engine_nothing(engine):
 
 
 def test_an_idle_engine_gathers_prompts_before_it_reads_layers(qwen3):
-    """With layers on disk the first waits `max_wait` for others; whoever comes while one runs does
-    not wait, and waiting takes no turns. Full steps begin at once, also with an hour to wait."""
+    """With layers on disk the first waits `max_wait` for others. Full steps begin at once, also
+    with an hour to wait, and whoever comes while one runs does not wait."""
     llm = make(qwen3, layer_plan={"disk": 2}, max_wait=0.4)
     expected = [one.outputs[0].token_ids for one in run(llm, PROMPTS, greedy(20))]
-    engine, steps, looks = AsyncLLM(llm), [], []
-    patience = engine._patience
-
-    def look():
-        looks.append((patience(), bool(llm.scheduler.running)))
-        return looks[-1][0]
-
-    engine._patience = look
+    engine, steps, plan = AsyncLLM(llm), [], llm.extra(LayerPlan)
     llm.hooks.launching.append(lambda step: steps.append(len(step.admitted)))
+
+    def wait_for_others(seconds: float) -> None:
+        plan.options = replace(plan.options, max_wait=seconds)
 
     async def some(count: int, apart: float = 0.0) -> list:
         async def one(i):
             await asyncio.sleep(i * apart)
-            return (await last_of(engine, PROMPTS[i], greedy(20))).outputs[0].token_ids
-        return await asyncio.gather(*map(one, range(count)))
+            return await last_of(engine, PROMPTS[i], greedy(20))
+        outputs = await asyncio.wait_for(asyncio.gather(*map(one, range(count))), 60)
+        assert [out.outputs[0].token_ids for out in outputs] == expected[:count]
+        found = steps[:]
+        steps.clear()
+        return found
 
     began = time.monotonic()
-    assert asyncio.run(some(3, apart=0.1)) == expected[:3] and time.monotonic() - began > 0.4
-    assert steps[0] == 3 and not any(steps[1:])
-    assert sum(bool(left) for left, _ in looks) <= 4
-    plan = llm.extra(LayerPlan)
-    plan.options = replace(plan.options, max_wait=3600)
-    steps.clear()
-    assert asyncio.run(asyncio.wait_for(some(4), 60)) == expected  # max_num_seqs
-    assert steps[0] == 4
-    plan.options = replace(plan.options, max_wait=0.2)
-    llm.hooks.launching.append(lambda step: time.sleep(0.05))
-    steps.clear()
-    assert asyncio.run(some(2, apart=0.5)) == expected[:2]  # the second comes while one runs
-    assert steps[0] == 1 and sum(steps) == 2 and not any(left and runs for left, runs in looks)
+    first, *others = asyncio.run(some(3, apart=0.1))
+    assert first == 3 and not any(others) and time.monotonic() - began > 0.4
+    wait_for_others(3600)
+    assert asyncio.run(some(4))[0] == 4  # max_num_seqs
+    wait_for_others(0)
+    llm.hooks.launching.append(lambda step: (wait_for_others(3600), time.sleep(0.05)))
+    first, *others = asyncio.run(some(2, apart=0.5))
+    assert first == sum(others) == 1
     engine.shutdown()
