@@ -3,16 +3,15 @@ nothing that is fetched or opened. Oracle: `LLM`, with prompts written by hand."
 
 import base64
 import io
-import json
 
 import pytest
 
 pytest.importorskip("fastapi")
 Image = pytest.importorskip("PIL.Image", reason="the extra 'vision' brings Pillow")
 
-from serving import NAME, Serving  # noqa: E402
+from serving import CHATS, MESSAGES, NAME, RESPONSES, Serving  # noqa: E402
 
-from nanoserve import LLM, SamplingParams  # noqa: E402
+from nanoserve import LLM  # noqa: E402
 from nanoserve_extras.multimodal.multimodal import Multimodal  # noqa: E402
 
 
@@ -32,8 +31,7 @@ def png(color: str) -> str:
 
 
 HI, LIMIT = "Hi", 8
-GREEDY = SamplingParams(temperature=0, max_tokens=LIMIT)
-PATHS = dict(chat="/v1/chat/completions", responses="/v1/responses", messages="/v1/messages")
+PATHS = dict(chat=CHATS, responses=RESPONSES, messages=MESSAGES)
 
 
 def image_part(language: str, url: str) -> dict:
@@ -78,21 +76,9 @@ def text_of(language: str, answer: dict) -> tuple[str, int]:
         "cache_read_input_tokens", 0)
 
 
-def streamed(language: str, serving, body: dict) -> str:
-    status, data = serving.ask_raw(PATHS[language], body | dict(stream=True))
-    assert status == 200, data
-    found = [json.loads(line[6:]) for line in data.decode().splitlines()
-             if line.startswith("data: {")]
-    if language == "chat":
-        return "".join(one["choices"][0]["delta"].get("content", "") for one in found)
-    return "".join(one["delta"] if isinstance(one["delta"], str) else one["delta"].get("text", "")
-                   for one in found if one["type"] in ("response.output_text.delta",
-                                                       "content_block_delta"))
-
-
 def expected(serving, prompt: str, *images: str) -> tuple[str, int]:
-    [out] = serving.llm.generate({"prompt": prompt, "multi_modal_data": {"image": [*images]}},
-                                 GREEDY, use_tqdm=False)
+    out = serving.offline({"prompt": prompt, "multi_modal_data": {"image": [*images]}},
+                          temperature=0, max_tokens=LIMIT)
     return out.outputs[0].text, len(out.prompt_token_ids)
 
 
@@ -102,10 +88,9 @@ def test_a_question_about_an_image_is_the_templates_prompt(serving, language):
             for color in ("red", "blue")]
     assert told[0][0] != told[1][0]
     for color, one in zip(("red", "blue"), told, strict=True):
-        body = body_of(language, image_part(language, png(color)))
-        status, answer = serving.ask(PATHS[language], body)
+        status, answer = serving.ask(PATHS[language], body_of(language, image_part(
+            language, png(color))))
         assert status == 200 and text_of(language, answer) == one, answer
-        assert streamed(language, serving, body) == one[0]
 
 
 @pytest.mark.parametrize("language", PATHS)
@@ -125,8 +110,8 @@ def test_a_tower_that_fails_is_an_error_and_no_empty_answer(serving, monkeypatch
     monkeypatch.setattr(encoder, "encode", lambda picture: 1 / 0)
     color = {"chat": "green", "responses": "navy", "messages": "gray"}[language]
     body = body_of(language, image_part(language, png(color)))
-    status, answer = serving.ask(PATHS[language], body)
-    assert status == 500 and "can't read this image: division" in answer["error"]["message"]
+    error = serving.refusal(PATHS[language], body, 500)
+    assert "can't read this image: division" in error["message"]
     _, data = serving.ask_raw(PATHS[language], body | dict(stream=True))
     assert b"can't read this image: division" in data.splitlines()[-2]
     monkeypatch.undo()
@@ -144,26 +129,6 @@ def test_an_image_is_counted_as_what_it_stands_for(serving):
         assert status == 200 and text_of("chat", answer)[1] == counted["input_tokens"]
 
 
-def test_openais_client_sends_an_image(serving):
-    openai = pytest.importorskip("openai")
-    told, _ = expected(serving, "<s>user:Hi<image><|end|><s>assistant:", png("red"))
-    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)
-    body = body_of("responses", image_part("responses", png("red")))
-    assert client.responses.create(**body).output_text == told
-    with pytest.raises(openai.BadRequestError, match="no files are kept here"):
-        client.responses.create(model=NAME, input=[dict(role="user", content=[
-            dict(type="input_image", file_id="file-1", detail="auto")])])
-
-
-def test_anthropics_client_sends_an_image(serving):
-    anthropic = pytest.importorskip("anthropic")
-    told, _ = expected(serving, "<s>user:Hi<image><|end|><s>assistant:", png("red"))
-    client = anthropic.Anthropic(base_url=serving.url, api_key="none", max_retries=0)
-    body = body_of("messages", image_part("messages", png("red")))
-    body["extra_body"] = dict(temperature=body.pop("temperature"))  # its types have none
-    assert client.messages.create(**body).content[0].text == told
-
-
 @pytest.mark.parametrize("language", PATHS)
 @pytest.mark.parametrize("url", ["http://localhost/a.png", "file:///etc/passwd", "/etc/passwd",
                                  "data:image/png;base64,AAAA", "", None])
@@ -173,16 +138,15 @@ def test_what_is_no_image_is_a_400_that_says_so(serving, url, language):
         part = {key: None if key in ("image_url", "source") else one for key, one in part.items()}
     field = "input" if language == "responses" else "messages"
     for body in (body_of(language, part), body_of(language, seen=part)):
-        status, answer = serving.ask(PATHS[language], body)
-        assert status == 400 and "image" in answer["error"]["message"], answer
-        assert answer["error"]["param"] == field
+        error = serving.refusal(PATHS[language], body)
+        assert error["param"] == field and "image" in error["message"]
     assert serving.ask(PATHS[language], body_of(language))[0] == 200
 
 
 def test_more_images_than_allowed_are_a_400(serving):
     parts = [image_part("chat", png(color)) for color in ("red", "blue")]
-    status, answer = serving.ask(PATHS["chat"], body_of("chat", *parts))
-    assert status == 400 and "limit_mm_per_prompt allows 1" in answer["error"]["message"]
+    error = serving.refusal(PATHS["chat"], body_of("chat", *parts))
+    assert "limit_mm_per_prompt allows 1" in error["message"]
 
 
 def test_a_file_or_a_document_is_refused_by_name(serving):
@@ -191,6 +155,6 @@ def test_a_file_or_a_document_is_refused_by_name(serving):
             ("messages", dict(type="document", source=dict(type="base64", data="")), "document"),
             ("responses", dict(type="input_file", file_data="data:application/pdf;base64,"),
              "input_file"),
+            ("responses", dict(type="input_image", file_id="file-1", detail="auto"), "no files"),
             ("chat", dict(type="file", file=dict(file_id="f")), "file")):
-        status, answer = serving.ask(PATHS[language], body_of(language, part))
-        assert status == 400 and says in answer["error"]["message"], answer
+        assert says in serving.refusal(PATHS[language], body_of(language, part))["message"]

@@ -10,15 +10,12 @@ import pytest
 import torch
 from chat_templates import TEMPLATES
 from checkpoints import EOS, byte_tokenizer
-from serving import NAME, Serving
+from serving import CHATS, MESSAGES, RESPONSES, Serving
 from test_translate import events
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanoserve import LLM
 
-openai = pytest.importorskip("openai")
-
-CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 CHAT = [{"role": "user", "content": "hi"}]
 OFF = ("{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
        "<think>\n\n</think>\n\n{% endif %}")
@@ -54,34 +51,50 @@ def running(request, tmp_path_factory):
         yield server
 
 
+def turn_of(server, path: str, **more) -> tuple[str, str, dict]:
+    """The thought of an answer and its words, which must be the same whole and streamed; and the
+    whole answer."""
+    body = dict(input="hi") if path == RESPONSES else dict(messages=CHAT)
+    body |= dict(temperature=0) | more
+    _, whole = server.ask(path, body)
+    if path == CHATS:
+        keys = "reasoning_content", "content"
+        found = [whole["choices"][0]["message"].get(key) or "" for key in keys]
+        pieces = [one["choices"][0]["delta"] for one in server.events(path, body)]
+        told = ["".join(one.get(key) or "" for one in pieces) for key in keys]
+    elif path == RESPONSES:
+        found = ["".join(part["content"][0]["text"] for part in whole["output"]
+                         if part["type"] == kind) for kind in ("reasoning", "message")]
+        pieces = events(server, path, body)
+        told = ["".join(one["delta"] for one in pieces if one["type"] == f"response.{kind}.delta")
+                for kind in ("reasoning_text", "output_text")]
+    else:
+        keys = "thinking", "text"
+        found = ["".join(part.get(key, "") for part in whole["content"]) for key in keys]
+        pieces = [one.get("delta", {}) for one in events(server, path, body)]
+        told = ["".join(one.get(key, "") for one in pieces) for key in keys]
+    assert [one.strip() for one in told] == [one.strip() for one in found]
+    return found[0].strip(), found[1], whole
+
+
 # A stop string that the thought holds, the white space behind it, a mark, and the answer's own.
 STOPS = [(["Q:"], "ANSWrt;Z", None), (["Q:", ";"], "ANSWrt", ";"), (["\t"], "ANSWrt;Z", None),
-         (["think", "hm"], "ANSWrt;Z", None), (["</think>", "Z"], "ANSWrt;", "Z"),
-         (["A"], None, "A")]
+         (["think", "hm"], "ANSWrt;Z", None), (["</think>", "Z"], "ANSWrt;", "Z"), (["A"], "", "A")]
 
 
 @pytest.mark.parametrize(("stop", "said", "found"), STOPS, ids=str)
 def test_a_stop_string_in_a_thought_ends_no_turn(server, stop, said, found):
-    asked = dict(model=NAME, messages=CHAT, temperature=0.01, max_tokens=40, stop=stop)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        answer = client.chat.completions.create(**asked, n=2)
-        for choice in answer.choices:
-            message = choice.message
-            assert (message.content, choice.stop_reason) == (said, found)
-            assert message.reasoning_content.strip() == "hmQ:x" and choice.finish_reason == "stop"
-        pieces = [piece.choices[0].delta.content or "" for piece in
-                  client.chat.completions.create(**asked, stream=True)]
-        assert "".join(pieces) == (said or "")
-        if found:
-            shown = client.chat.completions.create(
-                **asked, extra_body=dict(include_stop_str_in_output=True)).choices[0].message
-            assert shown.content == (said or "") + found
-    _, answer = server.ask(RESPONSES, dict(input="hi", temperature=0, stop=stop))
-    assert [part["content"][0]["text"] for part in answer["output"][1:]] == [said] * bool(said)
-    _, answer = server.ask(MESSAGES, dict(messages=CHAT, temperature=0, max_tokens=40,
-                                          stop_sequences=stop))
-    assert [part["text"] for part in answer["content"][1:]] == [said] * bool(said)
-    assert answer["stop_sequence"] == found
+    *turn, answer = turn_of(server, CHATS, stop=stop)
+    [choice] = answer["choices"]
+    assert turn == ["hmQ:x", said] and choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == found
+    if found:
+        *turn, _ = turn_of(server, CHATS, stop=stop, include_stop_str_in_output=True)
+        assert turn == ["hmQ:x", said + found]
+    *turn, _ = turn_of(server, RESPONSES, stop=stop)
+    assert turn == ["hmQ:x", said]
+    *turn, answer = turn_of(server, MESSAGES, stop_sequences=stop, max_tokens=40)
+    assert turn == ["hmQ:x", said] and answer["stop_sequence"] == found
 
 
 def test_a_stop_token_ends_a_turn_wherever_it_comes(server):
@@ -144,47 +157,33 @@ TOOLS = [dict(type="function", function=dict(name="f", parameters=dict(
     properties=dict(x=dict(type="string")))))]
 
 
-def test_a_budget_ends_a_thought_in_each_language(server):
-    """Tokens of the thought alone are counted: "hm" is two of its five. A tool brings a grammar,
-    and what is said behind the thought is the model's own."""
-    for more in (dict(thinking_token_budget=2), dict(thinking=dict(type="enabled", budget_tokens=2))
-                 ) + (dict(thinking_token_budget=2, tools=TOOLS),):
-        _, answer = server.ask(CHATS, dict(messages=CHAT, temperature=0) | more)
-        message = answer["choices"][0]["message"]
-        assert (message["reasoning_content"].strip(), message["content"]) == ("hm", "ANSWrt;Z")
+ENABLED = dict(type="enabled")
+
+
+@pytest.mark.parametrize(("path", "more", "thought"), [
+    (CHATS, dict(thinking_token_budget=2), "hm"),
+    (CHATS, dict(thinking_token_budget=2, tools=TOOLS), "hm"),  # a tool brings a grammar
+    (CHATS, dict(thinking=ENABLED | dict(budget_tokens=2)), "hm"),
+    (RESPONSES, dict(reasoning=dict(max_tokens=2)), "hm"),
+    (RESPONSES, dict(reasoning=dict(max_tokens=0)), ""),
+    (RESPONSES, dict(reasoning=dict(effort="minimal"), max_output_tokens=20), "hm"),
+    (RESPONSES, dict(reasoning=dict(effort="high"), max_output_tokens=20), "hmQ:x"),
+    (MESSAGES, dict(thinking=ENABLED | dict(budget_tokens=3), max_tokens=40), "hmQ")])
+def test_a_budget_ends_a_thought_in_each_language(server, path, more, thought):
+    """Tokens of the thought alone are counted: "hm" is two of its five. What is said behind the
+    thought is the model's own."""
+    *turn, answer = turn_of(server, path, **more)
+    assert turn == [thought, "ANSWrt;Z"]
+    if path == CHATS:
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
-        told = [piece["choices"][0]["delta"] for piece in server.events(
-            CHATS, dict(messages=CHAT, temperature=0) | more)]
-        assert "".join(one.get("reasoning_content") or "" for one in told).strip() == "hm"
-        assert "".join(one.get("content") or "" for one in told) == "ANSWrt;Z"
-    for reasoning, thought in ((dict(max_tokens=2), "hm"), (dict(effort="minimal"), "hm"),
-                               (dict(effort="high"), "hmQ:x"), (dict(max_tokens=0), "")):
-        _, answer = server.ask(RESPONSES, dict(input="hi", temperature=0, max_output_tokens=20,
-                                               reasoning=reasoning))
-        *thoughts, said = answer["output"]
-        assert "".join(one["content"][0]["text"] for one in thoughts) == thought
-        assert said["content"][0]["text"] == "ANSWrt;Z"
-    _, answer = server.ask(MESSAGES, dict(messages=CHAT, temperature=0, max_tokens=40,
-                                          thinking=dict(type="enabled", budget_tokens=3)))
-    thought, said = answer["content"]
-    assert (thought["thinking"], said["text"]) == ("hmQ", "ANSWrt;Z")
-    told = [piece["delta"] for piece in events(server, MESSAGES, dict(
-        messages=CHAT, temperature=0, max_tokens=40, thinking=dict(
-            type="enabled", budget_tokens=3))) if piece["type"] == "content_block_delta"]
-    assert "".join(one.get("thinking", "") for one in told).strip() == "hmQ"
-    assert "".join(one.get("text", "") for one in told) == "ANSWrt;Z"
-    told = events(server, RESPONSES, dict(input="hi", temperature=0, max_output_tokens=20,
-                                          reasoning=dict(max_tokens=2)))
-    for kind, text in (("reasoning_text", "hm"), ("output_text", "ANSWrt;Z")):
-        assert "".join(piece["delta"] for piece in told
-                       if piece["type"] == f"response.{kind}.delta").strip() == text
-    for path, more, field in ((RESPONSES, dict(input="hi", reasoning=dict(max_tokens="2")),
-                               "reasoning"),
-                              (CHATS, dict(messages=CHAT, thinking_token_budget=2,
-                                           structured_outputs=dict(regex="a")),
-                               "thinking_token_budget")):
-        status, answer = server.ask(path, more)
-        assert (status, answer["error"]["param"]) == (400, field)
+
+
+def test_a_budget_that_can_not_be_kept_is_refused(server):
+    error = server.refusal(RESPONSES, dict(input="hi", reasoning=dict(max_tokens="2")))
+    assert error["param"] == "reasoning"
+    error = server.refusal(CHATS, dict(messages=CHAT, thinking_token_budget=2,
+                                       structured_outputs=dict(regex="a")))
+    assert error["param"] == "thinking_token_budget"
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "gpt-oss"])
