@@ -1,6 +1,6 @@
 """From Python to tensors: a `Step` becomes one ragged batch of integers.
 
-Prefill and decode share one batch. The new tokens of all rows lie one behind the other without
+Prefill and decode share one batch. The new tokens of all rows lie one after the other without
 padding, decode rows (one token each) first; `cu_seqlens_q` says where each row starts:
 
     rows            A decodes    B decodes    C prefills 0 to 4       row r is tokens
@@ -22,7 +22,7 @@ Invariant: no Python loop runs over tokens. Token ids are slices of lists, and w
 them is vectorised numpy. Block tables and sampling parameters are kept from step to step, at index
 `Sequence.row` of persistent arrays: copying every table in every step would cost most.
 
-Not known here: the model, how a token is chosen, whose turn it is.
+Not known here: the model, how a token is chosen, who is scheduled.
 """
 
 from collections.abc import Iterable
@@ -59,13 +59,14 @@ class Batch:
     """One step's numbers, as views of the buffer. b rows.
 
     This is **the table of sections**: the buffer's size, writing and reading follow from it. Seeds
-    lead, because a number of 64 bits must begin at an even index. Where each token is sampled, the
-    lengths down to `sample_rows` depend on the number of rows and of tokens alone, so a CUDA graph
-    finds each section at its old address. A batch is padded to a graph's numbers: padding attends
-    to nothing (seq_len 0, or behind the last row's tokens) and writes nothing (slot -1).
+    lead, because a number of 64 bits must begin at an even index. In a step that samples after each
+    of its tokens, the lengths down to `sample_rows` depend on the number of rows and of tokens
+    alone, so a CUDA graph finds each section at its old address. A batch is padded to a graph's
+    numbers: padding attends to nothing (seq_len 0, or after the last row's tokens) and writes
+    nothing (slot -1).
     """
 
-    seeds: torch.Tensor = section("params", 0, "int64")  # this and the next: see SamplingParams
+    seeds: torch.Tensor = section("params", 0, "int64")  # to min_p: see SamplingParams
     temperature: torch.Tensor = section("params", 0, "float32")
     top_k: torch.Tensor = section("params", 0)
     top_p: torch.Tensor = section("params", 1, "float32")
@@ -87,10 +88,10 @@ class Batch:
     seq_lens_host: list[int]  # (b,)
     network: int = 0  # see `Step`
     graph: tuple[int, ...] = ()  # the `Size` that is replayed, on all ranks
-    has_controls: bool = False  # where a graph is replayed: logits are edited or scored behind it
-    is_greedy: bool = False  # ... or each row takes its likeliest token
+    has_controls: bool = False  # with a graph: some row's logits are edited or scored after it
+    is_greedy: bool = False  # with a graph: each row takes its likeliest token
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
-    is_padded: bool = False  # for a graph whose rows may have several tokens: no row is a decode
+    is_padded: bool = False  # of a graph whose rows have any number of tokens: padding may follow
 
     @classmethod
     def views(cls, host: np.ndarray, device: torch.Tensor, sections: Iterable[str]) -> "Batch":
@@ -156,7 +157,7 @@ class BatchBuilder:
                 "block": max_num_seqs * width,
                 "sample": num_samples, "params": num_samples,  # sent in every step
                 "move": 4 * MAX_MOVES}  # saves and loads, of two numbers each
-        # Where a graph finds them: in front of the first whose length varies.
+        # Extras' sections come before the first whose length varies, so a graph finds them.
         self.extra, own, int32 = extra or {}, list(SECTIONS.items()), np.dtype("int32")
         at = list(SECTIONS).index("prompt_logprob_indices")
         self.sections = dict(own[:at] + [
@@ -193,7 +194,7 @@ class BatchBuilder:
     def read(self, buffer: torch.Tensor) -> Batch:
         """Views of a written buffer, or of its copy on the device, whose addresses stay the same.
 
-        The copy is queued behind the last step, which reads the same device memory.
+        The copy is queued after the last step, which reads the same device memory.
         """
         device = buffer
         if self.device_buffer is not None:
@@ -204,8 +205,7 @@ class BatchBuilder:
         return Batch.views(buffer.numpy(), device, self.sections)
 
     def write(self, step: Step, buffer: torch.Tensor, size: Any = None) -> None:
-        """Fill the buffer. size: what a step whose tokens are all sampled is padded to, for a graph
-        (`device.graphs.Size`)."""
+        """Fill the buffer. size: the `device.graphs.Size` to which a graph's step is padded."""
         width = max([len(seq.block_table) for seq in step.num_new_tokens], default=1)
         numbers = self._numbers(step, width)
         wanted = {} if size is None else dict(
@@ -227,7 +227,7 @@ class BatchBuilder:
         has_controls = is_greedy = False
         if size is not None:  # graphs alone ask
             has_controls = not step.network and any(s.request.has_controls for s in step.sampling)
-            is_greedy = not (has_controls or numbers["temperature"].any()) or step.network
+            is_greedy = bool(step.network) or not (has_controls or numbers["temperature"].any())
         host[:len(lengths) + 4] = [at, *lengths, step.network, has_controls, is_greedy]
         host[len(lengths) + 4:][:GRAPH] = size or 0
 
