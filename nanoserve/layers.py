@@ -14,7 +14,7 @@ parallelism a rank keeps a share of each matrix only:
 of it. The loader checks that each of these functions was called exactly once. When all tensors of a
 decoder's layer have come, it calls `finish_loading`, which packs the weight into the memory layout
 that this device multiplies with (`ops.pack`). A weight that will be packed has memory only from its
-first tensor (`make_room`) until then, so a model is never there twice.
+first tensor (`make_room`) until it is packed, so a model is never there twice.
 
 A Linear is cut by rows or by columns, and the two alternate: see parallel/ranks.py. Not known here:
 files, the order of layers, the KV cache. Road not taken: `nn.Linear` and `nn.Embedding`, which
@@ -84,7 +84,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.offset, self.ops = eps, offset, on.ops
         self.weight = on.weight(size, dtype=torch.float32)
-        self.neutral = 0 if offset else 1  # a random model's: see `load_dummy_weights`
+        self.neutral = 0 if offset else 1  # a random model's weight: see `load_dummy_weights`
 
     def tensors(self, path: str) -> Tensors:
         yield f"{path}.weight", partial(copy_share, self.weight, Span.whole(len(self.weight)), None)
@@ -152,7 +152,7 @@ class Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def adapt(self, add: Callable) -> None:
-        """From now on `add(x, product)` adds what adapters change."""
+        """From now on `add(x, product)` gives the product with what adapters add to it."""
         self.adapted = add
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -235,11 +235,11 @@ class Experts(nn.Module):
         if not 0 <= i < self.experts.size:
             return
         hidden, width = Span.whole(self.down_proj.shape[1]), self.inner.size
+        gate, up = self.gate_up_proj[i].split(width)
         if name == "down_proj":
             copy_share(self.down_proj[i], hidden, self.inner, tensor)
         else:
-            part = self.gate_up_proj[i].split(width)[name == "up_proj"]
-            copy_share(part, self.inner, hidden, tensor)
+            copy_share(up if name == "up_proj" else gate, self.inner, hidden, tensor)
 
     def finish_loading(self) -> None:
         gate_up, self.gate_up_proj = self.ops.pack(self.gate_up_proj.data), None  # one by one

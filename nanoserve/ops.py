@@ -105,13 +105,14 @@ def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
               dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's empty K and V caches. Each namespace chooses its own memory layout; this one's is
     (num_blocks, block_size, num_kv_heads, head_dim), with dtype int8 head_dim + 4 (`quantised`)."""
-    shape = num_blocks, block_size, num_kv_heads, head_dim + 4 * (dtype == torch.int8)
+    width = head_dim + 4 if dtype == torch.int8 else head_dim
+    shape = num_blocks, block_size, num_kv_heads, width
     return (torch.zeros(shape, dtype=dtype, device=device),
             torch.zeros(shape, dtype=dtype, device=device))
 
 
 def quantised(x: torch.Tensor) -> torch.Tensor:
-    """A token's head in 8 bits: whole numbers in [-127, 127], and behind them the four bytes of its
+    """A token's head in 8 bits: whole numbers in [-127, 127], and after them the four bytes of its
     own scale in float32. (n, num_kv_heads, head_dim) -> (n, num_kv_heads, head_dim + 4) int8"""
     scale = x.float().abs().amax(-1, keepdim=True) / 127
     rounded = (x.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)).round()
@@ -194,7 +195,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~visible[:, positions], float("-inf"))
-        if sinks is not None:  # a last column, which is dropped behind the softmax
+        if sinks is not None:  # a last column, which is dropped after the softmax
             column = sinks.view(num_kv_heads, -1, 1, 1).expand(-1, -1, query_len, 1)
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1)[..., :len(positions)]
