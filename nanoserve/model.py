@@ -66,15 +66,15 @@ class Decoder(nn.Module):
             config.hidden_size, {"lm_head": vocabulary}, False, on)
 
     def take_head(self, name: str, head: nn.Module | None) -> None:
-        """Another head, by its name in the checkpoint, or none, in the place of the LM head. Nor is
-        a tied embedding one then."""
+        """Put another head, by its name in the checkpoint, or none, in the place of the LM head. A
+        tied embedding is then no LM head, either."""
         self.lm_head, self.embed_tokens.tied = None, False
         setattr(self, name, head)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)"""
         hidden = self.embed_tokens(ids)
-        if self.config.scale_embedding:  # by a number of the stream's own precision, as trained
+        if self.config.scale_embedding:  # by a number in the stream's own precision, as trained
             hidden = hidden * torch.tensor(self.config.hidden_size ** 0.5, dtype=hidden.dtype)
         return hidden
 
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
         cos_sin = local_cos_sin = self.rotary(positions)
         if self.rotary_local is not None:
             local_cos_sin = self.rotary_local(positions)
-        for kv, i in zip(kv_cache, self.here, strict=False):
+        for kv, i in zip(kv_cache, self.here, strict=False):  # a draft network's caches may follow
             angles = cos_sin if self.config.windows[i] is None else local_cos_sin
             is_last = i == len(self.layers) - 1
             hidden, residual = self.layers[i](hidden, residual, angles, kv, batch,
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
         return hidden, residual
 
     def too_wide(self) -> list[int]:
-        """Which of `kv_shapes` are of keys or values that don't `fit_8_bits`: random rows tell."""
+        """Indices in `kv_shapes` of keys or values that don't `fit_8_bits`, tried with random x."""
         x = torch.randn(16, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
         x, found = x.to(self.on.device, self.on.dtype), []
         for i, (heads, size) in enumerate(self.kv_shapes):
@@ -118,29 +118,30 @@ class Decoder(nn.Module):
         return self.ranks.gather(self.own_logits(hidden), self.config.vocab_size)
 
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of this rank's share of the vocabulary."""
+        """The logits of this rank's share of the vocabulary."""
         logits = (self.embed_tokens.logits(hidden) if self.lm_head is None
                   else self.lm_head(hidden))
         cap = self.config.logits_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The argmax of `compute_logits`, (num_rows,), of which each rank sends its best alone."""
+        """The argmax of `compute_logits`, (num_rows,). Each rank sends its best token alone."""
         logits = self.own_logits(hidden)
         ids = self.on.ops.argmax(logits)[:, None]
         return self.ranks.gather_best(logits.gather(1, ids), self.embed_tokens.tokens.start + ids)
 
 
 def fit_8_bits(x: torch.Tensor) -> bool:
-    """Whether keys or values, (num_tokens, heads, head_dim), bear one scale a head. Qwen 2.5's keys
-    have biases of hundreds in a few channels: what differs between tokens would be rounded away."""
+    """Whether one scale for a token's head is enough for keys or values, (num_tokens, heads,
+    head_dim). Qwen 2.5's keys have biases of hundreds in a few channels: what differs between
+    tokens would be rounded away."""
     wide = x.float().transpose(0, 1)
     differs = wide.diff(dim=1).abs().median(2).values.median(1).values  # 0.95 for normal numbers
     return bool((wide.abs().amax((1, 2)) <= 16 * differs).all())
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream (pre-norm).
+    """Attention and MLP, each after a norm and added to the residual stream (pre-norm).
 
     The last addition is left to the norm that follows, in this layer or the next, which reads the
     sum anyway: a layer takes and returns the stream as two terms, each (num_tokens, hidden_size).
@@ -195,15 +196,17 @@ class Attention(nn.Module):
         self.qkv_proj = on.linear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv},
                                   config.qkv_bias, on)
         self.o_proj = on.linear(q, {"o_proj": config.hidden_size}, config.o_bias, on)
-        self.q_norm, self.k_norm = (
-            RMSNorm(self.head_dim, self.eps, on, config.norm_offset) if config.qk_norm else None
-            for _ in range(2))
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, self.eps, on, config.norm_offset)
+            self.k_norm = RMSNorm(self.head_dim, self.eps, on, config.norm_offset)
 
     def forward(self, hidden: torch.Tensor, cos_sin: Pair, kv: Pair, batch: Batch,
                 wanted: torch.Tensor | None = None) -> torch.Tensor:
         # (num_tokens, heads of q, k and v, head_dim); q and out: (num_tokens, num_heads, head_dim)
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
-        q_weight, k_weight = (norm and norm.weight for norm in (self.q_norm, self.k_norm))
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
         q = self.ops.norm_rope_store(qkv, q_weight, k_weight, self.eps, *cos_sin, *kv,
                                      batch.slot_mapping)
         out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
@@ -241,9 +244,11 @@ class MoE(nn.Module):
         experts, inner = config.num_experts, config.moe_intermediate_size
         # Every rank has the router, so all of them pick the same experts without communication.
         self.gate = Linear(config.hidden_size, {"gate": experts}, False, on)
-        self.experts = on.experts(
-            on.ranks.share(experts) if expert_parallel else experts, config.hidden_size,
-            inner if expert_parallel else on.ranks.share(inner), config.activation, on)
+        if expert_parallel:
+            experts = on.ranks.share(experts)
+        else:
+            inner = on.ranks.share(inner)
+        self.experts = on.experts(experts, config.hidden_size, inner, config.activation, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores = self.gate(hidden).float().softmax(-1)  # (num_tokens, num_experts)
