@@ -112,6 +112,16 @@ def test_identical_prompts_side_by_side_leave_one_entry():
     blocks.check([])
 
 
+def test_a_duplicate_goes_on_below_the_first_ones_entries():
+    """The second of two twins grows longer: its third block is a child of the first one's second,
+    and whoever comes later uses blocks of both."""
+    blocks = BlockManager(8, SIZE)
+    first = compute(blocks, range(8), "first", share=False)
+    second = compute(blocks, range(12), "second", share=False)
+    assert hits(blocks, range(13)) == first.block_table + second.block_table[2:]
+    blocks.check([first, second])
+
+
 # ----------------------------------------------------------------- collisions
 
 
@@ -134,6 +144,25 @@ def test_equal_tokens_below_different_parents_are_no_hit(monkeypatch):
     assert found[0] in (one.block_table, one.block_table[:1])  # one key names one block, whichever
     assert found[1] in (two.block_table, two.block_table[:1])
     blocks.check([one, head, two])
+
+
+@pytest.fixture
+def ones_are_twos(monkeypatch):
+    """A first block of ones has the key of a first block of twos; and so have their children."""
+    ones, twos = struct.pack("<4i", 1, 1, 1, 1), struct.pack("<4i", 2, 2, 2, 2)
+    digest = xxhash.xxh3_128_digest
+    collide(monkeypatch, lambda data: digest(ones if data == twos else data))
+
+
+def test_a_child_of_a_block_that_collided_is_not_entered_below_the_first_one(ones_are_twos):
+    """The first chain has one block. The second's first block has the same key and no entry: its
+    child, entered below the first one's, would be the next block of whoever begins with ones."""
+    blocks = BlockManager(5, SIZE)
+    one = compute(blocks, [1, 1, 1, 1], "one")
+    two = compute(blocks, [2, 2, 2, 2, 7, 7, 7, 7], "two")
+    assert hits(blocks, [1, 1, 1, 1, 7, 7, 7, 7, 9]) == one.block_table, "7s that follow twos"
+    assert hits(blocks, [2, 2, 2, 2, 7, 7, 7, 7, 9]) == []
+    blocks.check([one, two])
 
 
 # ------------------------------------------------------- forgetting, and telling

@@ -1,6 +1,5 @@
 """How texts end, samples of one prompt, priorities, and the prefix cache."""
 
-import random
 import shutil
 
 import pytest
@@ -159,21 +158,3 @@ def test_lower_priorities_are_served_first(qwen3, expected, by_hand):
     assert tokens(outs) == [expected(out.prompt, 3) for out in outs]
     results = run(llm, prompts, params, priority=priorities)
     assert [out.prompt for out in results] == prompts
-
-
-def test_resetting_the_prefix_cache(llm, expected):
-    """40 tokens in blocks of 16: two are hit the second time, none after a reset."""
-    prompt = random.Random(40).choices(range(256), k=40)
-    hits = []
-    for reset in (True, False, True):
-        if reset:
-            assert llm.reset_prefix_cache() is True
-        [out] = run(llm, prompt, greedy())
-        assert out.outputs[0].token_ids == expected(prompt)
-        hits.append(out.num_cached_tokens)
-    assert hits == [0, 32, 0]
-    llm.add_request("r", prompt, greedy(3))
-    llm.step()
-    assert llm.reset_prefix_cache() is False  # it runs: nothing is changed
-    drain(llm)
-    assert run(llm, prompt)[0].num_cached_tokens == 32

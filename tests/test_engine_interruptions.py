@@ -1,7 +1,6 @@
 """What goes wrong in the middle: Ctrl-C, errors in a step, tokenizers that fail."""
 
 import signal
-import threading
 
 import pytest
 from small_engine import (
@@ -17,7 +16,7 @@ from small_engine import (
 )
 from tqdm import tqdm
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM
 from nanoserve.frontend.detokenizer import Detokenizer
 
 # -------------------------------------------------------------- what goes wrong
@@ -27,6 +26,7 @@ PLACES = {  # where the signal or error comes: an object of the engine, and its 
     "schedule": lambda llm: (llm.scheduler, "schedule"),
     "update": lambda llm: (llm.scheduler, "update"),
     "finish": lambda llm: (llm.scheduler, "finish"),
+    "fetch": lambda llm: (llm.runner, "fetch"),
     "add": lambda llm: (llm.scheduler, "add"),
     "progress": lambda llm: (tqdm, "update"),
 }
@@ -50,7 +50,7 @@ def disturb(monkeypatch, llm: LLM, place: str, call: int, trouble, after: bool) 
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize("call", [1, 4])
 @pytest.mark.parametrize("place", PLACES)
 def test_ctrl_c_in_generate(llm, expected, monkeypatch, place, call, after):
     """Requests are aborted, blocks come back, and the engine says the same as before. A request
@@ -92,11 +92,11 @@ def test_ctrl_c_in_a_step_by_hand_loses_no_output(llm, monkeypatch, place):
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("call", [1, 2, 4, 7])
-@pytest.mark.parametrize("place", ["launch", "schedule"])
+@pytest.mark.parametrize("call", [1, 2, 7])
+@pytest.mark.parametrize("place", ["launch", "schedule", "fetch"])
 def test_an_error_in_a_step(llm, expected, monkeypatch, place, call):
     """Out of memory, say: `generate` raises it and cleans up. By hand, the step is simply lost, and
-    may be tried again."""
+    may be tried again. A device reports its errors late: when the host fetches the tokens."""
     def fail():
         raise RuntimeError("out of memory")
     with monkeypatch.context() as patch:
@@ -108,27 +108,9 @@ def test_an_error_in_a_step(llm, expected, monkeypatch, place, call):
         disturb(patch, llm, place, call, fail, after=False)
         for name, prompt in (("one", "Hello"), ("two", [7] * 40)):
             llm.add_request(name, prompt, greedy(9))
-        outs = {}
-        for _ in range(call - 1):
-            outs |= {out.request_id: out for out in llm.step()}
-        with pytest.raises(RuntimeError, match="out of memory"):
-            llm.step()
-        llm.scheduler.check()
-        outs |= {name: seen[-1] for name, seen in drain(llm).items()}
+        outs, failures = drain_through(llm, RuntimeError, llm.scheduler.check)
+    assert failures == 1
     assert tokens([outs["one"], outs["two"]]) == [expected("Hello", 9), expected([7] * 40, 9)]
-    assert_serves(llm, expected)
-
-
-def test_an_error_that_shows_when_the_result_is_read(llm, expected, monkeypatch):
-    """A device reports its errors late: when the host waits for the tokens."""
-    class Broken:
-        def tolist(self):
-            raise RuntimeError("device lost")
-    with monkeypatch.context() as patch:
-        launch = llm.runner.launch
-        patch.setattr(llm.runner, "launch", lambda step: launch(step) is None or Broken())
-        with pytest.raises(RuntimeError, match="device lost"):
-            run(llm, ["Hello", "world"], greedy())
     assert_serves(llm, expected)
 
 
@@ -142,15 +124,6 @@ def test_the_last_abort_after_a_rank_has_died_leaves_no_step_in_flight(qwen3):
         with pytest.raises(RuntimeError, match="rank 1 died"):
             llm.abort_request("mine")
         assert_idle(llm)
-
-
-def test_outside_the_main_thread(llm, expected):
-    """Signals are the main thread's: a server's worker thread must not try to handle them."""
-    results = []
-    thread = threading.Thread(target=lambda: results.extend(run(llm, "Hello", greedy())))
-    thread.start()
-    thread.join()
-    assert tokens(results) == [expected("Hello")]
 
 
 def test_somebody_elses_signal_handler_is_called_and_kept(llm, expected, monkeypatch):
@@ -223,21 +196,6 @@ def test_a_request_that_can_not_start_leaves_no_trace(llm, expected, monkeypatch
     llm.scheduler.check()
     assert not llm.has_unfinished_requests()
     assert_serves(llm, expected)
-
-
-def test_a_tokenizer_that_fails_at_an_abort_leaves_nothing_running(llm, monkeypatch):
-    """The request was forgotten first and its text made next: where that failed, its sequences went
-    on without anybody, and the next step ended in a KeyError."""
-    llm.add_request("gone", [1, 2, 3], SamplingParams(n=2, seed=1, max_tokens=20))
-    llm.step()
-    monkeypatch.setattr(llm.requests["gone"], "flush", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        llm.abort_request("gone")
-    assert len(llm.scheduler.running) == 0
-    drain(llm)  # the step in flight
-    assert_idle(llm)
-    output, = run(llm, [[5, 6]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
-    assert len(output.outputs[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("how", ["by hand", "a stream that is closed"])

@@ -100,17 +100,6 @@ def test_the_text_is_that_of_rounded_keys_and_values(checkpoints, prompts, texts
     llm.shutdown()
 
 
-def test_two_ranks_write_what_one_writes(ranks_in_threads, checkpoints, prompts):
-    told = []
-    for ranks in (1, 2):
-        llm = LLM(checkpoints["qwen3"], dtype="float32", device="cpu", kv_cache_dtype="int8",
-                  num_gpu_blocks_override=64, tensor_parallel_size=ranks)
-        outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-        told.append([out.outputs[0].token_ids for out in outs])
-        llm.shutdown()
-    assert told[0] == told[1]
-
-
 @pytest.mark.parametrize("options, plan", [
     (dict(layer_plan=[1, 2]), [2, 1]), (dict(layer_plan={"disk": 1}), {"disk": 3}),
     (dict(tensor_parallel_size=2), None)], ids=str)
@@ -165,10 +154,3 @@ def test_blocks_take_half_of_bfloat16s_bytes_and_a_scale(checkpoints):
         sizes[dtype] = llm.runner.block_bytes
         llm.shutdown()
     assert sizes["int8"] * 64 == sizes["auto"] * 36
-
-
-@pytest.mark.parametrize("options, message", [
-    (dict(kv_cache_dtype="fp8"), "kv_cache_dtype must be auto or int8 .*got 'fp8'")])
-def test_what_is_refused(checkpoints, options, message):
-    with pytest.raises(ValueError, match=message):
-        LLM(checkpoints["qwen3"], device="cpu", dtype="float32", **options)
