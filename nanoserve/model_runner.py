@@ -215,11 +215,10 @@ class ModelRunner:
         if self.wants_graphs and self.kv_cache and self.model is not None:
             with self.on_device():
                 self.graphs = recorded(self.builder, self._states, self._choose, self.graph_class,
-                                       num_networks=len(self.networks),
+                                       self.ranks, num_networks=len(self.networks),
                                        num_drafts=self.parts.num_drafts,
                                        ragged=self.model.ragged_graphs,
-                                       is_ours=self.parts.make_network is None,
-                                       ranks=self.ranks)
+                                       is_ours=self.parts.make_network is None)
 
     @property
     def wants_graphs(self) -> bool:

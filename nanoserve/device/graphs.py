@@ -88,13 +88,15 @@ class CudaGraph:
         return self.graph.pool()
 
 
-def recorded(builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
+def recorded(builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type, ranks,
              **options) -> "DecodeGraphs | None":
     """`DecodeGraphs` of the same arguments; None, and a sentence on standard error, where recording
-    fails. What was recorded by then gives its memory back. Raises what a broken device raises."""
+    fails. What was recorded by then gives its memory back. Raises what a broken device raises, and
+    `RuntimeError` if the ranks can't go on."""
     try:
-        return DecodeGraphs(builder, layers, choose, graph_class, **options)
+        return DecodeGraphs(builder, layers, choose, graph_class, ranks, **options)
     except Exception as error:  # a recording that ends early may have an error of its own
+        ranks.raise_if_broken()
         remedy, why = "", f"{type(error).__name__}: {shorten(str(error), 200)}"
         if torch.OutOfMemoryError in (type(error), type(error.__context__)):
             remedy = ("; for more memory beside the KV cache lower gpu_memory_utilization (or "
@@ -122,8 +124,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __init__(self, builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
-                 num_networks: int = 1, num_drafts: int = 0, ragged: bool = True,
-                 is_ours: bool = True, ranks=None):
+                 ranks, num_networks: int = 1, num_drafts: int = 0, ragged: bool = True,
+                 is_ours: bool = True):
         max_num_seqs, device = len(builder.tables), builder.device_buffer.device
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
         # A step of the first network is recorded with the sections of extras and without them; with
@@ -133,7 +135,7 @@ class DecodeGraphs:
         self.sizes = [size._replace(extra=extra) for size in every
                       if ragged or size.network or not size.drafts
                       for extra in ((False,) if size.network else kinds)]
-        is_told, agree = (True, bool) if ranks is None else (ranks.rank == 0, ranks.least)
+        is_told = ranks.rank == 0
         # The layers, and the choice; with several ranks another one, where all rows are greedy.
         self.graphs: dict[Size, tuple[CudaGraph, ...]] = {}
         self.found: dict[tuple, Size | None] = {}  # see `size_for`
@@ -148,11 +150,16 @@ class DecodeGraphs:
             step = Step(0, network=size.network, sections=dict.fromkeys(
                 builder.extra if size.extra else (), {}))
             batch = self._fix(builder.build(step, size), size)
-            ways = [batch] if size.network or ranks is None or ranks.size == 1 else [
+            ways = [batch] if size.network or ranks.size == 1 else [
                 replace(batch, is_greedy=False), batch]
-            states = layers(batch)
-            for way in ways:  # for real: kernels are compiled, libraries take memory
-                choose(states, way)
+            try:  # for real: kernels are compiled, libraries take memory
+                states = layers(batch)
+                for way in ways:
+                    choose(states, way)
+            except Exception:
+                end_alike(ranks, True)
+                raise
+            end_alike(ranks, False)
             into = None if size.network else logits
             try:
                 first = graph_class(memory)
@@ -162,9 +169,9 @@ class DecodeGraphs:
                 for choice, way in zip(choices, ways, strict=True):
                     choice.capture(lambda way=way, first=first: choose(first.output, way))
             except Exception:
-                agree(0)
+                ranks.least(0)
                 raise
-            if not agree(1):  # or this rank would go on, and wait for the others
+            if not ranks.least(1):  # or this rank would go on, and wait for the others
                 raise RuntimeError("another rank can't record it")
             if not (is_ours or size.network or logits is not None):
                 logits = first.output  # the largest one's: the others write to its memory
@@ -226,6 +233,15 @@ class DecodeGraphs:
         layers, *choices = self.graphs[batch.graph]
         return layers.replay(), None if batch.has_controls else (
             choices[-1 if batch.is_greedy else 0].replay())
+
+
+def end_alike(ranks, failed: bool) -> None:
+    """Raises `RuntimeError`, and ends the ranks, if a run has failed on some of them alone: devices
+    of the others may wait in a collective, which the next one would be taken for."""
+    worst, best = (ranks.least(ranks.rank if so else ranks.size) for so in (failed, not failed))
+    if max(worst, best) < ranks.size:  # the first rank that failed, and the first that did not
+        with ranks.together():
+            raise RuntimeError(f"rank {worst} failed in front of a recording")
 
 
 def shared(output: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.batch import BatchBuilder
 from nanoserve.device.graphs import DecodeGraphs, Size, all_sizes, graph_sizes
 from nanoserve.device.graphs import recorded as recorded_steps
+from nanoserve.parallel.ranks import SOLO
 from nanoserve.sequence import Step
 from nanoserve_extras.drafts.speculative import Speculation
 
@@ -118,7 +119,7 @@ def test_block_tables_are_copied_to_where_the_recording_reads_them():
     read = []
     builder = BatchBuilder(4, 8, 64, 4, torch.device("cpu"), staged=True)
     graphs = DecodeGraphs(builder, lambda batch: read.append(batch.block_tables),
-                          lambda states, batch: None, Called)
+                          lambda states, batch: None, Called, SOLO)
     assert [tuple(tables.shape) for tables in read[1::2]] == [
         (size.rows, 16) for size in graphs.graphs]
     seqs = [sequence(name, range(5), row=row, block_table=table)
@@ -250,7 +251,8 @@ def test_the_line_says_why_steps_are_not_recorded(capsys, error, why):
             raise error("not permitted")
 
     builder = BatchBuilder(4, 8, 64, 4, torch.device("cpu"), staged=True)
-    assert recorded_steps(builder, lambda batch: None, lambda states, batch: None, Failing) is None
+    assert recorded_steps(builder, lambda batch: None, lambda states, batch: None, Failing,
+                          SOLO) is None
     assert re.search(f"can't be recorded [(]{why}.*enforce_eager=True", capsys.readouterr().err)
 
 

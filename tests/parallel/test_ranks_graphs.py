@@ -6,6 +6,7 @@ from helpers import poisoned
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.device.graphs import Size
+from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import Ranks
 
 pytest.importorskip("nanoserve.device.kernels")
@@ -49,6 +50,26 @@ def test_drafts_and_drawn_tokens_on_two_ranks(checkpoints, recorded, ranks_in_th
             outputs = llm.generate([[5, 6, 7], [8]], params, use_tqdm=False)
             texts.append([output.outputs[0].token_ids for output in outputs])
     assert texts[0] == texts[1] and any(size.drafts for size in recorded)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("failing", [{0}, {0, 1}], ids=str)
+def test_a_run_before_a_recording_that_fails_on_one_rank_ends_all(
+        checkpoints, recorded, monkeypatch, ranks_in_threads, capsys, failing):
+    """On GPUs the other one has queued a collective, and would wait. Where all fail, none does."""
+    def choose(runner, hidden, batch, choose=ModelRunner._choose):
+        choose(runner, hidden, batch)
+        if runner.ranks.rank in failing and batch.is_greedy:  # behind the run's last collective
+            raise MemoryError("no room for a kernel")
+
+    monkeypatch.setattr(ModelRunner, "_choose", choose)
+    if len(failing) == 1:
+        with pytest.raises(RuntimeError, match="rank 0 failed in front of .* make a new LLM"):
+            start(checkpoints["tiny"])
+    else:
+        with start(checkpoints["tiny"]) as llm:
+            assert llm.runner.graphs is None
+        assert "can't be recorded (MemoryError: no room" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
