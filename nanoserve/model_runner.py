@@ -19,7 +19,7 @@ share of the weights; only rank 0 gets logits and chooses tokens (parallel/servi
 
 On a GPU a step of nothing but decodes is a replay of a CUDA graph (device/graphs.py). A second
 network, which drafts for the first, is network 1 of an ordinary greedy step; its layers' caches
-stand behind the first one's. Not known here: the queue, text, users.
+come after the first one's. Not known here: the queue, text, users.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class RankParts:
 
     replaced: tuple[str, ...] = ()  # functions that have failed: device/trial.py
     num_drafts: int = 0  # the most that a step may guess for a row
-    # Extras fill these of the batch: in every step, or in some.
+    # Sections of the batch that an extra fills: in every step (True), or in some.
     sections: dict[str, bool] = field(default_factory=dict)
     traced: bool = False  # ranks tell when they computed
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
@@ -146,9 +146,12 @@ class ModelRunner:
         self.synchronize()
         if weights and self.model is not None:
             self.networks.remove(self.model)
-        self.model = None if weights else self.model
-        self.kv_cache = [] if kv_cache else self.kv_cache
-        self.unrounded = None if weights and kv_cache else self.unrounded  # other layers may come
+        if weights:
+            self.model = None
+        if kv_cache:
+            self.kv_cache = []
+        if weights and kv_cache:
+            self.unrounded = None  # other layers may come
         self.graphs = None
         return_freed_memory()
         if self.device.type == "cuda":
@@ -225,10 +228,11 @@ class ModelRunner:
         """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
         the host, nor where ranks have parts of the layers, which hosts hand on. An extra that
         computes sets `enforce_eager`, because nothing in a graph can change but numbers."""
-        config, can_record = self.config, "graph" not in self.parts.replaced and (
-            self.config.on_gpu or self.graph_class is not CudaGraph)
-        return (can_record and not config.enforce_eager and config.kernels == "triton"
-                and self.parts.decoder is Decoder and self.parts.finish_later is None)
+        config, parts = self.config, self.parts
+        can_record = config.on_gpu or self.graph_class is not CudaGraph
+        return (can_record and "graph" not in parts.replaced and not config.enforce_eager
+                and config.kernels == "triton" and parts.decoder is Decoder
+                and parts.finish_later is None)
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
@@ -269,8 +273,8 @@ class ModelRunner:
             return output.to_host()
 
     def run(self, message: torch.Tensor, step: Step | None = None) -> SamplerOutput:
-        """Compute a written step, on every rank. step: the same, as only rank 0 knows it; what the
-        others return is a stand-in for rank 0's tokens."""
+        """Compute a written step, on every rank. step: the same, on rank 0 alone. The other ranks
+        return numbers that take the place of rank 0's tokens."""
         batch = self.builder.read(message)
         if self.copier is not None:  # before the step reads or writes a block
             self.copier.move(batch.host, self.kv_cache)
@@ -293,40 +297,39 @@ class ModelRunner:
         if not output.is_kept and (self.config.async_scheduling or batch.network):
             self._keep(batch, output.token_ids)
         if batch.graph and step is not None:
-            output.token_ids = output.token_ids[:len(step.samples())]  # without the padding's
+            output.token_ids = output.token_ids[:len(step.samples())]  # without those of padding
         return output
 
     def _forward(self, batch: Batch, wanted: torch.Tensor | None) -> torch.Tensor:
         """Hidden states of the wanted tokens; None: of all."""
         if self.adapters is not None:
             self.adapters.choose(batch, wanted)
-        ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
+        ids = batch.input_ids
+        if batch.num_unknown:  # the last token of row r comes in the place of -1 - r
+            ids = torch.where(ids < 0, self.last_tokens[(-1 - ids).clamp(min=0)], ids)
         kv_cache = self.kv_cache[len(self.model.kv_shapes):] if batch.network else self.kv_cache
         return self.networks[batch.network](ids, batch.positions, kv_cache, batch, wanted)
 
     def _states(self, batch: Batch) -> torch.Tensor:
-        """What graphs record: the token behind each of the batch's will be chosen. With several of
-        a row, the samples are in another order than the tokens."""
+        """What graphs record first: hidden states of all tokens, since one is sampled after each.
+        Where a row has several, its samples are in another order than its tokens."""
         return self._forward(batch, batch.logits_indices.long() if batch.is_padded else None)
 
     def _choose(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """And these tokens, without edits. hidden: of `_states`."""
+        """What graphs record then: the choice of tokens, without edits. hidden: of `_states`."""
         network = self.networks[batch.network]
         if self.ranks.size > 1 and batch.is_greedy and isinstance(network, Decoder):
             token_ids = network.likeliest(hidden)
-        elif (logits := network.compute_logits(hidden)) is None:
-            token_ids = None
         else:
-            token_ids = (self.ops.argmax(logits) if batch.network  # drafts are greedy
-                         else choose_plain(logits, batch, self.ops))
-        if token_ids is None:
-            token_ids = batch.logits_indices.long()  # rank 0's will come
+            token_ids = logits = network.compute_logits(hidden)
+            if logits is not None and batch.network:  # drafts are greedy
+                token_ids = self.ops.argmax(logits)
+            elif logits is not None:
+                token_ids = choose_plain(logits, batch, self.ops)
+        if token_ids is None:  # a rank above 0: rank 0's tokens will come
+            token_ids = batch.logits_indices.long()
         self._keep(batch, token_ids)
         return token_ids
-
-    def _known(self, ids: torch.Tensor) -> torch.Tensor:
-        """Put the last token of row r in the place of -1 - r."""
-        return torch.where(ids < 0, self.last_tokens[(-1 - ids).clamp(min=0)], ids)
 
     def _keep(self, batch: Batch, token_ids: torch.Tensor) -> None:
         """Keep sampled tokens on the device: the next step's input, not yet known to the host."""
