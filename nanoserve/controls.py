@@ -62,7 +62,11 @@ class Edits:
         for row, seq, token_ids in self.processors:
             try:
                 for function in seq.request.params.logits_processors:
-                    logits[row] = processed(function, token_ids, logits[row])
+                    result = function(token_ids, logits[row])  # it may change them in place, too
+                    if not isinstance(result, torch.Tensor) or result.shape != logits[row].shape:
+                        raise ValueError(f"{function!r:.80} must return logits, a tensor of "
+                                         f"{logits.shape[1]} numbers, got {result!r:.80}")
+                    logits[row] = result
             except Exception as error:  # the request ends, whatever token the row gets
                 self.failed[seq] = f"logits_processors: {error!r}"
         if self.closed is not None:
@@ -89,15 +93,6 @@ class Edits:
             logits[rows, ids] = values
         return logits
 
-
-def processed(function: Callable, token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """What a request's function makes of a row's logits, which it may also change in place. Raises
-    `ValueError` if it forgot to return them."""
-    result = function(token_ids, logits)
-    if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
-        raise ValueError(f"logits_processors: {function!r:.80} must return logits, a tensor of "
-                         f"{len(logits)} numbers, got {result!r:.80}")
-    return result
 
 
 class RowState:
@@ -142,7 +137,7 @@ class RowState:
 
 def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
     """Tokens that may not come next. A word of several tokens bans its last one, and only where the
-    output ends with the others: of "a b c", c is banned behind "a b"."""
+    output ends with the others: of "a b c", c is banned after "a b"."""
     num_output = seq.num_tokens - 1 - seq.num_prompt_tokens  # without the one that is sampled now
     token_ids = seq.token_ids
     if drafts:
@@ -191,10 +186,11 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
             biased[r] = state.biased_ids
         if state.has_penalties:
             seen[r] = state.ids
-        mask = constraint and constraint.mask(seq, drafts, state.open_ids, bans)
-        if mask is not None:
-            masks[r] = mask
-            continue
+        if constraint is not None:
+            mask = constraint.mask(seq, drafts, state.open_ids, bans)
+            if mask is not None:
+                masks[r] = mask
+                continue
         if len(state.open_ids):
             open_ids[r] = state.open_ids
         if bans:

@@ -123,11 +123,12 @@ class SamplerOutput:
     ready: torch.cuda.Event | None = None  # when it has arrived
 
     def to_host(self) -> "SamplerOutput":
-        """Queue the copy to the host right behind the step, and before the next one is launched:
+        """Queue the copy to the host right after the step, and before the next one is launched:
         otherwise the host would have to wait for both."""
         if self.token_ids.is_cuda:
             self.token_ids = self.token_ids.to("cpu", non_blocking=True)  # into pinned memory
-            self.logprobs = self.logprobs and self.logprobs.to_host()
+            if self.logprobs is not None:
+                self.logprobs = self.logprobs.to_host()
             self.prompt_logprobs = [part.to_host() for part in self.prompt_logprobs]
             self.ready = torch.cuda.Event()
             self.ready.record()
@@ -200,7 +201,7 @@ def choose_plain(logits: torch.Tensor, batch: Batch, ops: ModuleType,
     floors = None
     if any_filters:
         floors = ops.floors(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
-    positions = batch.positions[batch.logits_indices].long() + 1  # one behind the row's last token
+    positions = batch.positions[batch.logits_indices].long() + 1  # the token after position 9: 10
     return ops.draw(logits, batch.temperature, batch.seeds, positions, floors)
 
 
