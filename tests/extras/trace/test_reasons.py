@@ -29,68 +29,28 @@ def told(scheduler: Scheduler, step) -> dict[str, str]:
             if seq not in step.num_new_tokens and seq.finish_reason is None}
 
 
-def test_a_step_in_which_everybody_has_a_share_has_no_reasons():
-    scheduler = make()
-    add(scheduler, 5), add(scheduler, 6)
-    assert told(scheduler, scheduler.schedule()) == {}
+COMPUTING = "waits for blocks that A is computing"
+FIRST_STEPS = [
+    # 10 blocks of 4: A takes 6, B asks for 5. C would fit, but the queue never jumps.
+    (dict(num_blocks=10), [21, 18, 3], {"B": "needs 5 blocks, 4 are free", "C": "stands behind B"}),
+    (dict(seqs=2), [3, 3, 3, 3], {"C": "has no seat: max_num_seqs=2", "D": "stands behind C"}),
+    # B, C and D begin like A, and sit out, each on a row that is kept for it.
+    (dict(seqs=4), [[*range(9), 90 + tail] for tail in range(4)] + [3], {
+        "B": COMPUTING, "C": COMPUTING, "D": COMPUTING,
+        "E": "has no seat: max_num_seqs=4, 3 of them kept for those that sit out"}),
+    # A takes 10 of the budget, B sits out, C would get 2 of its 9 tokens.
+    (dict(budget=12), [[*range(10)], [*range(8), 50, 51], 9], {
+        "B": COMPUTING, "C": "needs 9 tokens at once to overtake B, 2 of the budget are left"}),
+    (dict(budget=12, enable_chunked_prefill=False, max_model_len=12), [7, 6], {
+        "B": "needs 6 tokens at once (enable_chunked_prefill=False), 5 of the budget are left"})]
 
 
-def test_blocks_that_are_missing_are_counted():
-    """10 blocks of 4: A's 21 tokens take 6. B asks for 5 and 4 are left. C would fit, but the
-    queue never jumps."""
-    scheduler = make(num_blocks=10)
-    add(scheduler, 21), add(scheduler, 18), add(scheduler, 3)
-    assert told(scheduler, scheduler.schedule()) == {
-        "B": "needs 5 blocks, 4 are free", "C": "stands behind B"}
-
-
-def test_blocks_of_a_hit_that_are_free_are_counted_on_both_sides():
-    """The cache has 5 blocks. A's prompt leaves 2 full blocks behind that can be found. B holds 2
-    blocks and 3 are free: A's 2 and a blank one. C begins as A did and needs 4 blocks for its 14
-    tokens, 2 of which are the free ones with A's content."""
-    scheduler = make(num_blocks=5)
-    first = add(scheduler, 9, 1)
-    run_step(scheduler)
-    add(scheduler, 7)
-    add(scheduler, first.token_ids[:8] + [1, 2, 3, 4, 5, 6])
-    assert told(scheduler, scheduler.schedule()) == {"C": "needs 4 blocks, 3 are free"}
-
-
-def test_no_seat():
-    scheduler = make(seqs=2)
-    for _ in range(5):
-        add(scheduler, 3)
-    assert told(scheduler, scheduler.schedule()) == {
-        "C": "has no seat: max_num_seqs=2", "D": "stands behind C", "E": "stands behind C"}
-
-
-def test_blocks_that_another_one_is_computing():
-    """B, C and D begin like A. They sit out the step, each on a row that is kept for it: with 4
-    rows there is none for E."""
-    scheduler = make(seqs=4)
-    for tail in range(4):
-        add(scheduler, [1, 2, 3, 4, 5, 6, 7, 8, 9, tail])
-    add(scheduler, 3)
-    waits = "waits for blocks that A is computing"
-    assert told(scheduler, scheduler.schedule()) == {
-        "B": waits, "C": waits, "D": waits,
-        "E": "has no seat: max_num_seqs=4, 3 of them kept for those that sit out"}
-
-
-def test_whoever_overtakes_must_fit_whole():
-    """Budget 12: A takes 10, B sits out, C would get 2 of its 9 tokens."""
-    scheduler = make(budget=12)
-    add(scheduler, list(range(10))), add(scheduler, [*range(8), 50, 51]), add(scheduler, 9)
-    assert told(scheduler, scheduler.schedule()) == {
-        "B": "waits for blocks that A is computing",
-        "C": "needs 9 tokens at once to overtake B, 2 of the budget are left"}
-
-
-def test_without_chunks_a_prompt_waits_for_a_budget_that_holds_it():
-    scheduler = make(budget=12, enable_chunked_prefill=False, max_model_len=12)
-    add(scheduler, 7), add(scheduler, 6)
-    assert told(scheduler, scheduler.schedule()) == {
-        "B": "needs 6 tokens at once (enable_chunked_prefill=False), 5 of the budget are left"}
+@pytest.mark.parametrize("options, prompts, expected", FIRST_STEPS)
+def test_who_waits_in_the_first_step(options, prompts, expected):
+    scheduler = make(**options)
+    for prompt in prompts:
+        add(scheduler, prompt)
+    assert told(scheduler, scheduler.schedule()) == expected
 
 
 def test_the_budget_is_used_up_for_those_that_wait_and_those_that_run():
@@ -142,16 +102,6 @@ def test_the_last_in_the_order_preempts_itself():
         "was preempted: it needs a block, and nobody stands behind it")
 
 
-def test_the_last_makes_way_for_an_urgent_one():
-    """C has priority over B, which holds the two blocks that C lacks."""
-    scheduler = make(num_blocks=4, enable_prefix_caching=False, scheduling_policy="priority")
-    add(scheduler, 7, 5), add(scheduler, 7, 5, priority=2)
-    run_step(scheduler), run_step(scheduler)
-    add(scheduler, 3, priority=1)
-    step = scheduler.schedule()
-    assert told(scheduler, step) == {"B": "was preempted for C"}
-
-
 def test_the_last_makes_way_when_its_step_is_back():
     """As above, but B's step is in flight: it gets no share of this one, and goes in the next."""
     scheduler = make(num_blocks=4, enable_prefix_caching=False, scheduling_policy="priority")
@@ -199,18 +149,6 @@ def test_a_prompt_that_an_extra_leaves_nothing():
     assert set(told(scheduler, scheduler.schedule()).items()) == {
         (name, "waits for the next step: several are in flight, each with a part of all")
         for name in "BC"}
-
-
-def test_the_queue_is_read_in_its_order():
-    """Also where its first one was aborted."""
-    rng = random.Random(0)
-    scheduler = make(scheduling_policy="priority", seqs=1)
-    seqs = [add(scheduler, 2, priority=rng.randint(-3, 3)) for _ in range(50)]
-    assert scheduler.waiting == sorted(seqs, key=scheduler.order)
-    step = run_step(scheduler)
-    line = sorted(set(seqs) - set(step.num_new_tokens), key=scheduler.order)
-    scheduler.finish(line[0], "abort")
-    assert explain(scheduler, scheduler.schedule()).next_in_line is line[1]
 
 
 # ------------------------------------------------------------ a second opinion

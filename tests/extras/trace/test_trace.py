@@ -32,19 +32,6 @@ def test_a_small_trace_by_hand():
     ]
 
 
-def test_a_shared_prefix_waits_one_step_and_hits():
-    table = trace(["10:1:8", "10:1:8"], 32, 10, 4, 4).splitlines()
-    assert table[1].split() == ["0", "10/32", "0..10", "→", "·", "7"]
-    assert table[2].strip() == "B waits for blocks that A is computing"
-    assert "hit 8, 8..10 →" in table[3]
-
-
-def test_preemption_is_shown():
-    """4 blocks of 4: with 8 tokens each A and B hold 2, and A's next token takes B's."""
-    table = trace(["7:6", "7:6"], 14, 4, 4, 4)
-    assert "preempted" in table and "      B was preempted for A" in table.splitlines()
-
-
 def test_below_a_step_stands_who_waits_and_why():
     """One row, by hand: B is next, and C and D wait for nothing but B. When A has gone, B runs."""
     lines = trace(["3:1", "3:1", "3:1", "3:1"], 8, 10, 4, 1).splitlines()
@@ -91,40 +78,31 @@ def run(*args: str) -> str:
 
 
 CSV = "0.0,10,2\n2.5,4,1,4\n0.5,7,3,0\n"
+HEADER = "seconds,prompt,output,shared\n"
 
 
 @pytest.mark.parametrize("text", [
-    CSV, "seconds,prompt,output,shared\n" + CSV.replace(",10,2", ",10,2,"), CSV.replace(
-        "4,1,4", "4,1,4,0"),
+    CSV, HEADER + CSV, CSV.replace("4,1,4", "4,1,4,0"), "\ufeff" + CSV, "\ufeff" + HEADER + CSV,
+    CSV.replace("0.5", "5e-1"),
     "model,output,prompt,shared,seconds\nx,2,10,,0\ny,1,4,4,2.5\nz,3,7,0,0.5\n\n"])
 def test_a_csv_of_arrivals(tmp_path, text):
-    """With a header or without, in any order of columns; sorted by time."""
-    (tmp_path / "a.csv").write_text(text)
+    """With a header or without, in any order of columns, as spreadsheets and pandas write them.
+    Sorted by time."""
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
     assert read_csv(tmp_path / "a.csv") == [
         Arrival(10, 2, 0, 0.0), Arrival(7, 3, 0, 0.5), Arrival(4, 1, 4, 2.5)]
 
 
-@pytest.mark.parametrize("line", ["1,2", "1,0,5", "-1,5,5", "x,y,z", "1,5,5,6", "1,5.5,2", ""])
-def test_a_wrong_line_is_named(tmp_path, line):
-    (tmp_path / "a.csv").write_text("seconds,prompt,output,shared\n0,1,1\n" + (line or "time,1"))
-    with pytest.raises(ValueError, match="request 2"):
-        read_csv(tmp_path / "a.csv")
-
-
-def test_a_header_that_lacks_a_column_is_named(tmp_path):
-    (tmp_path / "a.csv").write_text("time,prompt,output\n0,1,1\n")
-    with pytest.raises(ValueError, match="seconds"):
-        read_csv(tmp_path / "a.csv")
-
-
-@pytest.mark.parametrize("data, says", [
-    (b"", "no requests"), (b"seconds,prompt,output\n", "no requests"),
-    (b"0," + 200_000 * b"1" + b",3\n", "must be lines of seconds,prompt,output: field larger"),
-    ("seconds,prompt\n0,1".encode("utf-16"), "must be seconds,prompt,output")])
-def test_what_is_no_list_of_arrivals_is_refused_by_name(tmp_path, data, says):
-    """Not: an empty table, a traceback of the csv module, or a codec's sentence."""
-    (tmp_path / "a.csv").write_bytes(data)
-    with pytest.raises(ValueError, match=rf"a\.csv.* {says}"):
+@pytest.mark.parametrize("text, says", [
+    *[(f"{HEADER}0,1,1\n{line}", "request 2") for line in (
+        "1,2", "1,0,5", "-1,5,5", "x,y,z", "1,5,5,6", "1,5.5,2", "inf,3,2", "time,1")],
+    # its first column was taken for the one that is missing
+    ("shared,seconds,prompt,output\n5,0,10\n", "request 1"),
+    ("time,prompt,output\n0,1,1\n", "seconds"), ("", "no requests"), (HEADER, "no requests"),
+    ("0," + 200_000 * "1" + ",3\n", "field larger"), ("\0s\0e\0c\0", "must be seconds")])
+def test_what_is_no_arrival_is_named(tmp_path, text, says):
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"a\.csv.*{says}"):
         read_csv(tmp_path / "a.csv")
 
 
@@ -187,22 +165,6 @@ def test_each_priority_has_its_figures_under_every_policy(tmp_path):
     assert others.endswith("TTFT p50 1.00 s, 100.0% within 2.5 s")
     assert simulation.summary([2]).count("within 2 s") == 2
     assert "within" not in simulation.summary()
-
-
-@pytest.mark.parametrize("text", ["\ufeffseconds,prompt,output\n0.00001,3,2\n", "1e-05,3,2\n",
-                                  "\ufeff1e-05,3,2\n"])
-def test_what_spreadsheets_and_pandas_write_can_be_read(tmp_path, text):
-    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
-    assert read_csv(tmp_path / "a.csv") == [Arrival(3, 2, 0, 1e-5)]
-
-
-@pytest.mark.parametrize("text", ["shared,seconds,prompt,output\n5,0,10\n",
-                                  "seconds,prompt,output\ninf,3,2\n"])
-def test_a_line_that_is_cut_short_or_never_comes_is_named(tmp_path, text):
-    """Not: its first column, taken for the one that is missing."""
-    (tmp_path / "a.csv").write_text(text)
-    with pytest.raises(ValueError, match="request 1"):
-        read_csv(tmp_path / "a.csv")
 
 
 def test_requests_beside_a_csv_arrive_first(tmp_path):
