@@ -127,31 +127,6 @@ def test_experts_that_a_file_keeps_in_other_bits_all_become_8():
     assert torch.equal(packed.memory[2] * packed.heads[2], dense[2])
 
 
-@pytest.mark.parametrize("size", [32, 24, 200])
-def test_4_bits_are_kept_to_the_last_bit(size):
-    """Each input alone in its row: the sum is one weight. Scales of float16 lose no bits."""
-    packed, dense = random_weight((48, 160), size)
-    assert torch.equal(packed.linear(torch.eye(160), None).T, dense)
-
-
-@pytest.mark.parametrize("size", [0, 32])
-def test_a_number_that_is_none_stays_one_in_its_own_row(size):
-    packed = TritonWeight.of(torch.randn(20, 100), size)
-    x, others = torch.randn(20, 100), torch.arange(20) != 3
-    expected = packed.linear(x, None)
-    x[3, 90] = NAN
-    got = packed.linear(x, None)
-    assert got[3].isnan().all() and torch.equal(got[others], expected[others])
-
-
-def test_rows_may_be_further_apart_than_they_are_wide():
-    wide = torch.full((9, 300), NAN)
-    wide[:, 50:150] = torch.randn(9, 100)
-    packed = TritonWeight.of(torch.randn(20, 100))
-    assert torch.equal(packed.linear(wide[:, 50:150], None),
-                       packed.linear(wide[:, 50:150].contiguous(), None))
-
-
 def test_a_weight_of_more_than_2_31_bytes(bounds):
     """Its third row begins behind what 32 bits can say. 2.4 GB are reserved, of which three pages
     are ever touched."""
@@ -171,13 +146,6 @@ def test_a_weight_of_more_than_2_31_bytes(bounds):
     torch.testing.assert_close(experts.grouped(x, starts), packed.linear(x, None)[:, 2:])
 
 
-def test_a_product_of_nothing_is_the_bias():
-    bias = torch.randn(5)
-    assert torch.equal(TritonWeight.of(torch.zeros(5, 0)).linear(torch.zeros(2, 0), bias),
-                       bias.expand(2, 5))
-    assert TritonWeight.of(torch.zeros(0, 7)).linear(torch.zeros(2, 7), None).shape == (2, 0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [0, 32, 40])
 def test_many_rows_are_multiplied_with_the_restored_matrix(size, dtype, bounds):
@@ -190,11 +158,3 @@ def test_many_rows_are_multiplied_with_the_restored_matrix(size, dtype, bounds):
     x, bias = torch.randn(kernels.FEW + 1, 1291).to(dtype), torch.randn(7).to(dtype)
     expected = x.double() @ weight.to(dtype).double().T + bias.double()
     assert (packed.linear(x, bias) - expected).abs().max() <= 2e-3 * expected.abs().max()
-
-
-def test_every_architecture_has_every_tile():
-    assert {*LAUNCHES} == {(line, rows) for line, _ in kernels_fused.EXPERT_LAUNCHES
-                           for rows in (16, kernels.FEW)} - {("sm_75", kernels.FEW)}
-    assert all(launch["M"] == rows for (_, rows), launch in LAUNCHES.items())
-    for rows, tile in ((1, 16), (16, 16), (17, 64), (64, 64)):
-        assert kernels.launch_for(torch.empty(rows, 1).half(), rows)["M"] == tile
