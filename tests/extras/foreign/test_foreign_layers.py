@@ -109,9 +109,9 @@ def test_a_norm_is_known_by_its_numbers(offset, how):
 
 
 class AlmostGated(nn.Module):
-    def __init__(self, how):
+    def __init__(self, how, inner=48):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.a, self.b, self.c = nn.Linear(32, inner), nn.Linear(32, inner), nn.Linear(inner, 32)
         self.how = how
 
     def forward(self, x):
@@ -129,9 +129,21 @@ def gelu(x):
     (None, lambda x, a, b, c: c(F.silu(a(x)) * b(x)) * 0.5),
     (None, lambda x, a, b, c: c(F.silu(a(x)) * (b(x) + 1))),
     (None, lambda x, a, b, c: c(F.silu(a(x)) * b(x)) + x),
-    (None, lambda x, a, b, c: c(F.silu(a(x)).clamp(max=0.1) * b(x)))])
+    (None, lambda x, a, b, c: c(F.silu(a(x)).clamp(max=0.1) * b(x))),
+    (None, lambda x, a, b, c: c(F.silu(a(x)) * b(x)) * 1.0001),
+    (None, lambda x, a, b, c: c(F.silu(a(x) + 1e-4) * b(x))),
+    (None, lambda x, a, b, c: c(F.silu(a(x)) * b(x)) + 1e-5),
+    (None, lambda x, a, b, c: c(a(x) * torch.sigmoid(1.0001 * a(x)) * b(x))),
+    (None, lambda x, a, b, c: c(F.silu(a(x).clamp(min=-10)) * b(x))),  # by 0.0005
+    (None, lambda x, a, b, c: c(b(x).clamp(-7, 7) + 1) * a(x).clamp(max=7) * torch.sigmoid(
+        1.702 * a(x))),
+    (None, lambda x, a, b, c: F.silu(a(x)) * b(x)),
+    (None, lambda x, a, b, c: c(c(F.silu(a(x)) * b(x)))),
+    (None, lambda x, a, b, c: F.silu(c(a(x))) * c(b(x)))])
 def test_a_gated_mlp_is_known_by_its_numbers(expected, how):
-    assert roles(AlmostGated(how), ON) == expected
+    """Of 32 inner numbers, any of its matrices may stand in any place."""
+    for inner in (48, 32):
+        assert roles(AlmostGated(how, inner), ON) == expected
 
 
 @pytest.mark.parametrize("limit", [7, 10, 16, 1000])
@@ -149,21 +161,6 @@ def test_a_gated_mlp_is_known_by_its_numbers(expected, how):
     lambda x, a, b, c, most: c(F.silu(a(x)) * clamped(b(x), most if x.shape[1] > 4 else 1e9))])
 def test_a_clamp_far_from_zero_keeps_an_mlp_as_it_is(limit, how):
     assert roles(AlmostGated(lambda *given: how(*given, limit)), ON) is None
-
-
-@pytest.mark.parametrize("how", [
-    lambda x, a, b, c: c(F.silu(a(x)) * b(x)) * 1.0001,
-    lambda x, a, b, c: c(F.silu(a(x) + 1e-4) * b(x)),
-    lambda x, a, b, c: c(F.silu(a(x)) * b(x)) + 1e-5,
-    lambda x, a, b, c: c(a(x) * torch.sigmoid(1.0001 * a(x)) * b(x)),
-    lambda x, a, b, c: c(F.silu(a(x).clamp(min=-10)) * b(x)),  # of -0.0005
-    lambda x, a, b, c: c(b(x).clamp(-7, 7) + 1) * a(x).clamp(max=7) * torch.sigmoid(1.702 * a(x)),
-    lambda x, a, b, c: F.silu(a(x)) * b(x), lambda x, a, b, c: c(c(F.silu(a(x)) * b(x))),
-    lambda x, a, b, c: F.silu(c(a(x))) * c(b(x))])
-def test_what_differs_by_little_or_in_order_keeps_an_mlp_as_it_is(how):
-    part = AlmostGated(how)
-    part.a, part.b, part.c = (nn.Linear(32, 32) for _ in "abc")
-    assert roles(part, ON) is None
 
 
 def test_an_mlp_with_a_parameter_beside_its_matrices_is_kept():

@@ -23,10 +23,12 @@ from architectures import (
 )
 from checkpoints import EOS, Reference, assert_same_text
 from helpers import poisoned, write_json
+from safetensors.torch import load_file, save_file
 from transformers import CodeGenConfig, ExaoneConfig, MistralConfig
+from weight_kinds import needs_interpreter
 
 from nanoserve import LLM, SamplingParams
-from nanoserve_extras.foreign.transformers_model import attend
+from nanoserve_extras.foreign.transformers_model import Pages, TransformersModel, attend
 
 MODES = {  # each runs the prompts twice, and the second time finds them in the prefix cache
     "plain operators": dict(num_gpu_blocks_override=40, block_size=32, kernels="torch"),
@@ -120,18 +122,6 @@ def test_a_mistral_whose_file_names_layer_types_is_a_ministral(few_prompts, tmp_
         assert_parity(llm, few_prompts, texts, impl)
 
 
-def test_our_decoder_and_transformers_network_write_the_same(made, few_prompts, capsys):
-    """And the start-up line says which of them it is."""
-    outputs = {}
-    for impl in ("auto", "nanoserve", "transformers"):
-        with start(made["qwen3"], model_impl=impl) as llm:
-            outputs[impl] = [output.outputs[0].token_ids
-                             for output in llm.generate(few_prompts, GREEDY, use_tqdm=False)]
-        whose = "transformers" if impl == "transformers" else "nanoserve"
-        assert f"Qwen3ForCausalLM by {whose}, cpu" in capsys.readouterr().err
-    assert outputs["auto"] == outputs["nanoserve"] == outputs["transformers"]
-
-
 def test_auto_takes_transformers_network_where_there_is_none_of_ours(made, few_prompts, texts_of,
                                                                      capsys):
     with start(made["opt"], model_impl="auto") as llm:
@@ -193,8 +183,6 @@ def test_dummy_weights_need_a_config_and_no_more(made, tmp_path):
 
 def test_missing_left_over_and_wrong_tensors_are_named(tmp_path):
     """transformers makes up what is missing, with a warning: fluent nonsense."""
-    from safetensors.torch import load_file, save_file
-
     folder = make(ARCHITECTURES["phi"](), tmp_path / "phi")
     file = folder / "model.safetensors"
     stored = load_file(file)
@@ -363,12 +351,9 @@ def test_attend_names_its_arguments_and_raises_on_any_other():
         call(is_causal=False)
 
 
-@pytest.mark.parametrize("scaling, expected", [(1.0, 1.0), (None, 8 ** -0.5), (0.2, 0.2)])
-def test_the_scale_is_the_calls(scaling, expected):
-    """OPT scales q by itself and says 1; without a word it is that of sdpa."""
-    answer = Answer()
-    call(nanoserve=answer, scaling=scaling)
-    assert answer.asked[5] == pytest.approx(expected)
+def test_without_a_word_the_scale_is_that_of_sdpa():
+    call(nanoserve=(answer := Answer()))
+    assert answer.asked[5] == pytest.approx(8 ** -0.5)
 
 
 def test_a_window_is_read_from_the_mask_and_held_against_the_call(made):
@@ -399,3 +384,47 @@ def test_layers_may_differ_in_their_keys(made):
         assert llm.runner.model.kv_shapes == [(2, 8), (1, 16)]
     with start(made["mimo2"]) as llm:
         assert {size for _, size in llm.runner.model.kv_shapes} == {12}
+
+
+# --------------------------------------------------- in CUDA graphs, for which a recorder stands in
+
+
+TWO_PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [100]]
+FIRST = SamplingParams(temperature=0, max_tokens=5)
+
+
+def assert_first_tokens(made, name: str, llm) -> None:
+    outputs = llm.generate(TWO_PROMPTS, FIRST, use_tqdm=False)
+    for output, (tokens, gaps) in zip(outputs, texts_by(made, TWO_PROMPTS)(name), strict=True):
+        assert_same_text(output.outputs[0].token_ids, tokens[:5], gaps, name)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(
+    name, marks=pytest.mark.full) for name in ARCHITECTURES if name != "gpt2")])
+def test_replays_write_transformers_text(made, recorded, name):
+    """Decodes, and wrong drafts of some rows; all recordings leave their logits in one place."""
+    with start(made[name], kernels="triton", max_num_seqs=2, speculative_config=dict(
+            method="ngram", num_speculative_tokens=2)) as llm:
+        llm.scheduler.hooks.draft[:] = [lambda seq, most: [0, 0][:most] * (len(seq.token_ids) % 2)]
+        assert_first_tokens(made, name, llm)
+        outputs = [layers.output for layers, _ in llm.runner.graphs.graphs.values()]
+    assert {size.drafts for size in recorded} == {False, True}
+    assert len({one.untyped_storage().data_ptr() for one in outputs}) == 1
+
+
+@needs_interpreter
+def test_what_a_recording_would_freeze_is_found_at_the_start(made, recorded, capsys, monkeypatch):
+    """A network that takes its position from the host: a replay would stay where it began."""
+    run = TransformersModel.run
+
+    def frozen(self, ids, positions, wanted, pages, **options):
+        if len(ids) == 1 and isinstance(pages, Pages):
+            positions = torch.full_like(positions, int(pages.batch.host["positions"][0]))
+        return run(self, ids, positions, wanted, pages, **options)
+
+    monkeypatch.setattr(TransformersModel, "run", frozen)
+    with start(made["gpt2"], kernels="triton", max_num_seqs=1) as llm:
+        assert "a replay gives other numbers" in capsys.readouterr().err
+        assert llm.runner.graphs is None
+        assert_first_tokens(made, "gpt2", llm)

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import Adapters
 from architectures import MAX_TOKENS, Made, assert_parity, texts_by
 from helpers import watch_steps, write_json
+from loading import greedy
+from packing import FORMATS, write
 from safetensors.torch import load_file, save_file
-from wrappings import OURS, REFUSED, SERVED, make_wrapping, reference
+from wrappings import DIALECTS, OURS, REFUSED, SERVED, as_wrapping, make_wrapping, reference
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 
 # 10 blocks of 5 hold the longest text and little more: everybody else is preempted, in chunks of 7.
@@ -23,7 +26,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 BUSY = dict(num_gpu_blocks_override=10, block_size=5, max_num_batched_tokens=7,
             async_scheduling=True)
 WHO = [pytest.param(name, "nanoserve" if name in OURS else "transformers",
-                    marks=[pytest.mark.full] * (name == "qwen3.5-moe")) for name in SERVED]
+                    marks=[pytest.mark.full] * name.startswith("qwen3.5")) for name in SERVED]
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +51,17 @@ def start(folder, **options) -> LLM:
     return LLM(folder, **dict(num_gpu_blocks_override=24, dtype="float32") | options)
 
 
+def changed(folder: Path, to: Path, tensors=lambda stored: stored, **entries) -> Path:
+    """A copy with other entries of config.json, and other tensors."""
+    to.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("*.json"):
+        (to / file.name).write_text(file.read_text())
+    write_json(to / "config.json", **entries)
+    stored = tensors(load_file(folder / "model.safetensors"))
+    save_file(stored, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
 @pytest.mark.parametrize("name, impl", WHO)
 def test_text_alone_is_what_the_whole_network_writes(folders, few_prompts, texts_of, name, impl,
                                                      capsys):
@@ -69,12 +83,10 @@ def test_auto_takes_our_decoder_where_the_text_is_of_one_of_its_families(folders
 
 def test_what_is_left_out_is_said_in_bytes_and_never_read(folders, tmp_path, capsys):
     """Whatever the towers' numbers are, also in a dtype that text could not have."""
-    tensors = load_file(folders["gemma3"] / "model.safetensors")
-    towers = {name: torch.zeros(5_000_000, dtype=torch.int8) for name in tensors
+    towers = {name: torch.zeros(5_000_000, dtype=torch.int8)
+              for name in load_file(folders["gemma3"] / "model.safetensors")
               if "language_model" not in name}
-    for file in folders["gemma3"].glob("*.json"):
-        (tmp_path / file.name).write_text(file.read_text())
-    save_file(tensors | towers, tmp_path / "model.safetensors")
+    changed(folders["gemma3"], tmp_path, lambda stored: stored | towers)
     for impl in ("nanoserve", "transformers"):
         start(tmp_path, model_impl=impl).shutdown()
         assert f"text only, {5e6 * len(towers) / 1e9:.2g} GB of towers left out" in (
@@ -83,13 +95,8 @@ def test_what_is_left_out_is_said_in_bytes_and_never_read(folders, tmp_path, cap
 
 def test_files_whose_towers_were_stripped_serve_text(folders, few_prompts, texts_of, tmp_path):
     for name in ("llava", "glm4v"):
-        folder = tmp_path / name
-        folder.mkdir()
-        for file in folders[name].glob("*.json"):
-            (folder / file.name).write_text(file.read_text())
-        tensors = load_file(folders[name] / "model.safetensors")
-        save_file({key: tensor for key, tensor in tensors.items()
-                   if "vis" not in key and "projector" not in key}, folder / "model.safetensors")
+        folder = changed(folders[name], tmp_path / name, lambda stored: {
+            key: one for key, one in stored.items() if "vis" not in key and "projector" not in key})
         for impl in ("auto", "transformers"):
             with start(folder, model_impl=impl) as llm:
                 assert_parity(llm, few_prompts, texts_of(name), name)
@@ -110,11 +117,9 @@ def test_a_head_that_is_stored_counts_unless_all_say_that_it_is_the_embedding(
     """Mistral Small 3.1 has one and says nothing, and its class that the head is the embedding.
     Where a file says so without a word against it, one of the two was trained and would be lost:
     each network and each door refuses that, as for a model without towers."""
-    folder = changed(folders["gemma3"], tmp_path)
-    tensors = load_file(folder / "model.safetensors")
     head = torch.randn(260, 32, generator=torch.Generator().manual_seed(0))
-    save_file(tensors | {"language_model.lm_head.weight": head}, folder / "model.safetensors",
-              {"format": "pt"})
+    folder = changed(folders["gemma3"], tmp_path, lambda stored: stored | {
+        "language_model.lm_head.weight": head})
     config = json.loads((folder / "config.json").read_text())
     for impl in ("nanoserve", "transformers"):
         with pytest.raises(ValueError, match="lm_head.weight.*false"):
@@ -143,29 +148,32 @@ def test_overrides_reach_the_text(folders):
 # ----------------------------------------------------------------- bad input
 
 
-def changed(folder: Path, to: Path, rename=lambda name: name, **entries) -> Path:
-    for file in folder.glob("*.json"):
-        (to / file.name).write_text(file.read_text())
-    write_json(to / "config.json", **entries)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({rename(name): tensor for name, tensor in tensors.items()}, to / "model.safetensors")
-    return to
+UP = "language_model.model.layers.1.mlp.up_proj.weight"
+KEYS = "layers.1.self_attn.k_proj.weight"
+BOTH = ("nanoserve", "transformers")
 
 
-def test_names_of_two_dialects_are_refused_before_weights_are_read(folders, tmp_path):
-    folder = changed(folders["qwen3-vl"], tmp_path, lambda name: name.replace(
-        "model.language_model.layers.1", "model.layers.1"))
-    for impl in ("nanoserve", "transformers"):
-        with pytest.raises(ValueError, match=r"model\. and model\.language_model\."):
-            start(folder, model_impl=impl)
+def without_keys(stored: dict) -> dict:
+    return {name: one for name, one in stored.items() if f"language_model.{KEYS}" not in name}
 
 
-def test_a_wrapping_without_a_text_part_is_named(folders, tmp_path):
-    for name, impl in (("gemma3", "auto"), ("gemma3", "transformers"), ("gemma4", "auto")):
-        folder = tmp_path / f"{name}-{impl}"
-        folder.mkdir()
-        changed(folders[name], folder, text_config=None)
-        with pytest.raises(ValueError, match="ForConditionalGeneration.*text_config=None"):
+@pytest.mark.parametrize("name, impls, tensors, entries, words", [
+    ("qwen3-vl", BOTH, lambda stored: {
+        key.replace("model.language_model.layers.1", "model.layers.1"): one
+        for key, one in stored.items()}, {}, r"model\. and model\.language_model\."),
+    ("gemma3", ("auto", "transformers"), dict, dict(text_config=None),
+     "ForConditionalGeneration.*text_config=None"),
+    ("gemma4", ("auto",), dict, dict(text_config=None),
+     "ForConditionalGeneration.*text_config=None"),
+    # in a dialect of names transformers would take integers for floats
+    ("llava", BOTH, lambda stored: stored | {UP: stored[UP].to(torch.int8)}, {}, f"{UP}.*int8"),
+    ("qwen3-vl", ("auto",), without_keys, {}, f"missing.*{KEYS}"),
+    ("glm4v", ("auto",), without_keys, {}, f"missing.*{KEYS}")],
+    ids=["two dialects", "no text", "no text", "integers", "missing", "missing"])
+def test_what_does_not_fit_is_named(folders, tmp_path, name, impls, tensors, entries, words):
+    folder = changed(folders[name], tmp_path, tensors, **entries)
+    for impl in impls:
+        with pytest.raises(ValueError, match=words):
             start(folder, model_impl=impl)
 
 
@@ -178,24 +186,56 @@ def test_towers_that_the_config_does_not_know_are_named(folders, tmp_path):
             start(folder, model_impl=impl)
 
 
-def test_integers_in_the_place_of_weights_are_named(folders, tmp_path):
-    """In a dialect of names transformers would take them for floats."""
-    folder = changed(folders["llava"], tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    name = "language_model.model.layers.1.mlp.up_proj.weight"
-    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
-    for impl in ("nanoserve", "transformers"):
-        with pytest.raises(ValueError, match=f"{name}.*int8"):
-            start(folder, model_impl=impl)
+# -------------------------------------------------------------- what our own decoder does with them
+# The oracle is the same engine on the same weights as a plain checkpoint, which other tests compare
+# with transformers. Three dialects of names.
 
 
-def test_missing_tensors_of_the_text_are_named(folders, tmp_path):
-    for name in ("qwen3-vl", "glm4v"):
-        folder = tmp_path / name
-        folder.mkdir()
-        changed(folders[name], folder)
-        tensors = load_file(folder / "model.safetensors")
-        del tensors["model.language_model.layers.1.self_attn.k_proj.weight"]
-        save_file(tensors, folder / "model.safetensors")
-        with pytest.raises(ValueError, match="missing.*layers.1.self_attn.k_proj.weight"):
-            start(folder)
+SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=32,
+             device="cpu")
+
+
+def text_of(folder, **options) -> list:
+    with LLM(folder, **SMALL | options) as llm:
+        return greedy(llm, 12)
+
+
+@pytest.mark.parametrize("name, dialect", [
+    *(("qwen3", dialect) for dialect in DIALECTS), ("llama-bias", "language_model.model.")])
+def test_all_dialects_and_rounded_weights_write_what_the_plain_checkpoint_does(
+        checkpoints, tmp_path, name, dialect):
+    folder = as_wrapping(checkpoints[name], tmp_path / "wrapped", dialect)
+    for options in ({}, dict(quantization="int8"), dict(quantization="int4")):
+        assert text_of(folder, **options) == text_of(checkpoints[name], **options)
+
+
+@pytest.mark.parametrize("form", ["gptq", "fp8, blocks", "pack-quantized"])
+def test_quantised_files_are_unpacked(checkpoints, tmp_path, form):
+    """Their entry stands in the outer config."""
+    flat, dense = write(checkpoints["qwen3"], tmp_path, FORMATS[form])
+    folder = as_wrapping(flat, tmp_path / "wrapped", "model.language_model.")
+    assert text_of(folder) == text_of(dense)
+
+
+def test_ranks_have_their_shares(checkpoints, tmp_path, ranks_in_threads):
+    folder = as_wrapping(checkpoints["qwen3"], tmp_path / "wrapped", "model.")
+    expected = text_of(checkpoints["qwen3"])
+    assert text_of(folder, tensor_parallel_size=2) == expected
+
+
+def test_adapters_in_any_dialect_change_the_text(checkpoints, tmp_path):
+    """PEFT writes the names of the modules that it has adapted, which are those of its version of
+    transformers and not those in the checkpoint."""
+    flat = checkpoints["qwen3"]
+    folder = as_wrapping(flat, tmp_path / "wrapped", "language_model.model.")
+    adapter = Adapters(flat, tmp_path).write(1, ["q_proj"])
+    file, expected = adapter / "adapter_model.safetensors", text_of(tmp_path / "merged-1")
+    stored = load_file(file)
+    assert expected != text_of(flat)
+    with LLM(folder, **SMALL, enable_lora=True) as llm:
+        for number, dialect in enumerate(DIALECTS, 1):
+            save_file({name.replace(".model.model.", f".model.{dialect}"): tensor
+                       for name, tensor in stored.items()}, file)
+            output = llm.generate([list(range(20))], SamplingParams(temperature=0, max_tokens=12),
+                                  lora_request=LoRARequest(str(number), number, str(adapter)))[0]
+            assert output.outputs[0].token_ids == expected
