@@ -24,6 +24,7 @@ pytestmark = pytest.mark.floor
 def told(scheduler: Scheduler, step) -> dict[str, str]:
     """Name -> sentence, of everybody without a share of the step."""
     waits = explain(scheduler, step)
+    assert not waits.of.keys() & step.num_new_tokens.keys()
     return {seq.name: waits.of.get(seq) or f"stands behind {waits.next_in_line.name}"
             for seq in scheduler.running + scheduler.waiting
             if seq not in step.num_new_tokens and seq.finish_reason is None}

@@ -98,15 +98,18 @@ def test_a_trace_that_is_full_says_so_and_the_engine_goes_on(tmp_path, monkeypat
     assert len(read(tmp_path / "run.html")["frames"]) == 6
 
 
-def test_writing_often_is_not_what_a_script_spends_its_time_on(tmp_path, monkeypatch):
-    """The file is written again only if that took less than 1/20 of the time since; `close`
-    writes what is left. The clock is ours: writing takes 1 second."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_writing_often_is_not_what_a_script_spends_its_time_on(tmp_path, monkeypatch, fails):
+    """The file is written again only if that took less than 1/20 of the time since, also where it
+    fails; `close` writes what is left. The clock is ours: writing takes 1 second."""
     now = [100.0]
     trace = simulate(tmp_path, [Arrival(3, 9)], 8, 20, 4, 4)
     monkeypatch.setattr(recorder.time, "perf_counter", lambda: now[0])
     written = []
     monkeypatch.setattr(recorder, "page", lambda stream: written.append(now[0]) or now.__setitem__(
         0, now[0] + 1) or "")
+    if fails:
+        (tmp_path / "run.html").mkdir()  # in the way
     for _ in range(60):
         now[0] += 1
         trace.is_written = False  # there is news
@@ -115,7 +118,8 @@ def test_writing_often_is_not_what_a_script_spends_its_time_on(tmp_path, monkeyp
     trace.is_written = False  # there is news
     trace.close()
     trace.close()
-    assert len(written) == 4
+    assert len(written) == 4 + fails
+    assert [path.name for path in tmp_path.iterdir()] == ["run.html"], "no half a file"
 
 
 @pytest.mark.parametrize("name", ["run.html", "run.json"])
