@@ -271,13 +271,6 @@ def test_two_processes_write_the_same_blocks(tmp_path):
     assert len(list(tmp_path.iterdir())) == len(NAMES), "no temporary file is left"
 
 
-@pytest.mark.parametrize("name, reason", [("a file", "it is a file"), ("a\0b", "null byte")])
-def test_what_can_be_no_folder_is_refused_by_name(tmp_path, name, reason):
-    (tmp_path / "a file").touch()
-    with pytest.raises(ValueError, match=f"kv_store=.*{reason}"):
-        make_folder(tmp_path / name)
-
-
 def test_a_home_is_found(tmp_path, monkeypatch):
     """A folder named ~ was made."""
     monkeypatch.setenv("HOME", str(tmp_path))

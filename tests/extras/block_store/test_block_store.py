@@ -1,11 +1,9 @@
 """A second place for blocks, beside the scheduler alone: random workloads on a fake device."""
 
 from collections import Counter
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-import torch
 import xxhash
 from helpers import sequence
 from hypothesis import given, settings
@@ -117,31 +115,6 @@ def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
     assert not set(store.found[seqs[0]]) & set(store.found[seqs[1]])
 
 
-def test_what_is_loaded_keeps_its_host_block_until_the_step_has_finished():
-    """One host block, whose bytes are on their way into the cache while another block is forgotten:
-    there is no room for that one, and the bytes that are being read stay as they are."""
-    blocks = BlockManager(4, 4)
-    store = store_of(SimpleNamespace(num_blocks=1), blocks)
-    store.want_saved(CacheEntry(b"a", 0, [1] * 4, None))
-    first, second = Step(0), Step(1)
-    store.plan(first)
-    store.updated(first)
-    seq = sequence("0", [1] * 5, SamplingParams(), block_table=[2, 3])
-    assert store.find(second, seq, 0) == 1
-    second.num_loaded[seq], second.num_new_tokens[seq] = 4, 1
-    store.want_saved(CacheEntry(b"b", 1, [2] * 4, None))
-    store.scheduled(second)
-    assert second.block_moves == [(2, -1 - 0)] and store.num_lost == 1
-    store.updated(second)
-    third = Step(2)
-    store.want_saved(CacheEntry(b"b", 1, [2] * 4, None))
-    store.plan(third)
-    assert third.block_moves == [(1, 0)]
-    store.dropped(third)
-    store.audit()
-    assert store.find(Step(3), sequence("0", [1] * 5, SamplingParams()), 0) == 0
-
-
 def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
     blocks = BlockManager(4, 4)
     store = store_of(SimpleNamespace(num_blocks=1), blocks)
@@ -182,25 +155,3 @@ def test_what_is_found_is_not_taken_for_another_before_the_step_is_planned():
     store.scheduled(step)  # it was not admitted
     store.audit()
     assert store.host_blocks.take(1) == [0]
-
-
-def test_behind_a_slow_disk_new_blocks_wait_until_older_ones_are_written():
-    blocks = BlockManager(100, 4)
-    store = store_of(SimpleNamespace(num_blocks=50, memory=torch.zeros(50, 1)), blocks)
-    store.folder = SimpleNamespace(writes=True, write=None)
-    store.writer = SimpleNamespace(submit=lambda *work: Future())
-    entries = [CacheEntry(bytes([i]), i % 100, [i] * 4, None) for i in range(150)]
-    for entry in entries[:50]:
-        store.want_saved(entry)
-    store.plan(step := Step(0))
-    store.updated(step)
-    for entry in entries[50:]:
-        blocks.entry_of[entry.block_id] = entry
-        store.want_saved(entry)
-    store.plan(step := Step(1))
-    assert len(store.unsaved) == 100 and not step.block_moves, "all are still being written"
-    host_id, future = store.writing[0]
-    future.set_result(None)
-    store.plan(step := Step(2))
-    assert [one for _, one in step.block_moves] == [host_id] and len(store.unsaved) == 99
-    store.audit()

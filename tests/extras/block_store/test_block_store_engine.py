@@ -82,16 +82,6 @@ def test_an_engine_that_starts_again_finds_its_prompts_in_the_folder(qwen3, expe
         assert num_loaded(llm) >= 96 + 96
 
 
-def test_decoded_blocks_are_kept_as_well(qwen3, expect, tmp_path):
-    """12 tokens behind 100: block 6 is 96 to 111."""
-    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
-        text, = ask(llm, LONG)
-    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
-        longer = LONG + text + [9, 9]
-        expect([longer], ask(llm, longer))
-        assert num_loaded(llm) >= 96
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
 def test_blocks_come_back_bit_for_bit(qwen3, tmp_path, dtype, kernels):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import SIZES, Reference, assert_same_text, save
 from helpers import storage
-from test_block_store_engine import LONG, OTHER, SMALL, ask, num_loaded
+from test_block_store_engine import LONG, SMALL, ask, num_loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM
@@ -118,19 +118,6 @@ def test_a_rank_that_saves_late_is_waited_for(qwen3, expect, tmp_path, in_thread
         longer = prompt + text
         expect([prompt, longer], [text, *ask(llm, longer)])
         assert num_loaded(llm) == 112
-
-
-def test_a_pool_that_is_too_small_for_a_prompt(qwen3, expect, tmp_path, in_threads):
-    """Four host blocks: what is read and what is saved take each other's."""
-    prompts = [LONG, OTHER] * 3
-    options = SMALL | dict(tensor_parallel_size=2, kv_store=str(tmp_path), kv_offload_bytes=1)
-    options["kv_offload_bytes"] = 4 * 3 * 2 * 16 * 32 * 4  # layers, K and V, tokens, numbers, bytes
-    for _ in range(2):
-        with LLM(qwen3, **options) as llm:
-            assert llm.runner.copier.num_blocks == 4
-            expect(prompts, [ask(llm, prompt)[0] for prompt in prompts])
-            loaded = num_loaded(llm)
-    assert loaded > 0
 
 
 def test_a_system_on_which_ranks_can_share_no_memory_is_refused_in_words(qwen3, tmp_path,
