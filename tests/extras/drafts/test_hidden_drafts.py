@@ -8,6 +8,7 @@ compared all the same; so can a head that is right by its construction.
 import json
 import random
 import shutil
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ SIZES = dict(hidden_size=64, intermediate_size=48, num_attention_heads=4, num_ke
              head_dim=16, num_hidden_layers=1, vocab_size=VOCAB_SIZE, rms_norm_eps=1e-6,
              max_position_embeddings=256, rope_theta=10000.0, hidden_act="silu")
 LAYERS = [0, 1, 2]  # of three
+FEW_WORDS = range(0, VOCAB_SIZE, 3)
 NUM_DRAFTS = 3
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 MODES = {"batched": dict(num_gpu_blocks_override=64),
@@ -34,26 +36,28 @@ MODES = {"batched": dict(num_gpu_blocks_override=64),
          "busy": dict(num_gpu_blocks_override=13, block_size=5, max_num_batched_tokens=33)}
 
 
-def make_head(folder, small: bool = False, seed: int = 0, **entries):
-    """A head of random weights. small: it knows every third token alone."""
+def make_head(folder, words: Iterable[int] = range(VOCAB_SIZE), layers=LAYERS, **entries):
+    """A head of random weights. words: it knows these alone. layers: it reads their states."""
     folder.mkdir()
-    draft_vocab = len(range(0, VOCAB_SIZE, 3)) if small else VOCAB_SIZE
+    words, sizes = torch.tensor(words), SIZES | entries
     (folder / "config.json").write_text(json.dumps(SIZES | dict(
-        architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=draft_vocab,
-        eagle_config=dict(eagle_aux_hidden_state_layer_ids=LAYERS)) | entries))
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"fc": (64, 192), "midlayer.self_attn.q_proj": (64, 128),
-              "midlayer.self_attn.k_proj": (32, 128), "midlayer.self_attn.v_proj": (32, 128),
-              "midlayer.self_attn.o_proj": (64, 64), "midlayer.mlp.gate_proj": (48, 64),
-              "midlayer.mlp.up_proj": (48, 64), "midlayer.mlp.down_proj": (64, 48),
-              "midlayer.input_layernorm": (64,), "midlayer.hidden_norm": (64,),
-              "midlayer.post_attention_layernorm": (64,), "norm": (64,),
-              "lm_head": (draft_vocab, 64)}
+        architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(words),
+        eagle_config=dict(eagle_aux_hidden_state_layer_ids=layers)) | entries))
+    generator = torch.Generator().manual_seed(0)
+    wide, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    shapes = {"fc": (wide, len(layers) * wide), "midlayer.self_attn.q_proj": (wide, 2 * wide),
+              "midlayer.self_attn.k_proj": (wide // 2, 2 * wide),
+              "midlayer.self_attn.v_proj": (wide // 2, 2 * wide),
+              "midlayer.self_attn.o_proj": (wide, wide), "midlayer.mlp.gate_proj": (inner, wide),
+              "midlayer.mlp.up_proj": (inner, wide), "midlayer.mlp.down_proj": (wide, inner),
+              "midlayer.input_layernorm": (wide,), "midlayer.hidden_norm": (wide,),
+              "midlayer.post_attention_layernorm": (wide,), "norm": (wide,),
+              "lm_head": (len(words), wide)}
     tensors = {f"{name}.weight": torch.randn(shape, generator=generator) * (
         1 if len(shape) == 1 else 2 * shape[-1] ** -0.5) for name, shape in shapes.items()}
-    if small:
-        tensors["d2t"] = torch.arange(draft_vocab) * 2
-        tensors["t2d"] = torch.arange(VOCAB_SIZE) % 3 == 0
+    if len(words) < VOCAB_SIZE:
+        tensors["d2t"] = words - torch.arange(len(words))
+        tensors["t2d"] = torch.isin(torch.arange(VOCAB_SIZE), words)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -271,10 +275,10 @@ def start_own(folder, **options) -> LLM:
         method="mtp", num_speculative_tokens=NUM_DRAFTS), **options)
 
 
-@pytest.mark.parametrize("name, small", [("llama2", False), ("qwen3", True)])
+@pytest.mark.parametrize("name, words", [("llama2", range(VOCAB_SIZE)), ("qwen3", FEW_WORDS)])
 def test_drafts_are_those_of_the_definition_and_the_text_is_the_models(
-        checkpoints, references, tmp_path, few_prompts, name, small):
-    head = make_head(tmp_path / "head", small)
+        checkpoints, references, tmp_path, few_prompts, name, words):
+    head = make_head(tmp_path / "head", words)
     dense = Dense(head, Reference(checkpoints[name]))
     check_drafts(name, lambda **options: start(checkpoints[name], head, **options), dense,
                  references, few_prompts)
@@ -282,7 +286,7 @@ def test_drafts_are_those_of_the_definition_and_the_text_is_the_models(
 
 def test_a_head_reads_the_layers_of_transformers_network(checkpoints, references, tmp_path,
                                                          few_prompts):
-    head = make_head(tmp_path / "head", small=True)
+    head = make_head(tmp_path / "head", FEW_WORDS)
     check_drafts("qwen3", lambda **options: start(
         checkpoints["qwen3"], head, model_impl="transformers", **options),
         Dense(head, Reference(checkpoints["qwen3"])), references, few_prompts, ["busy"])
@@ -292,7 +296,7 @@ def test_a_head_in_the_format_of_speculators_is_the_same_head(checkpoints, refer
                                                               few_prompts):
     """Its layer's entries lie within, and the layer is called layers.0. (As Red Hat publishes them,
     from memory: no file of theirs was at hand.)"""
-    own = make_head(tmp_path / "own", small=True)
+    own = make_head(tmp_path / "own", FEW_WORDS)
     other = shutil.copytree(own, tmp_path / "other")
     entries = json.loads((own / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(dict(
@@ -381,21 +385,6 @@ def check_drafts(name: str, make, dense: Dense, references, few_prompts, modes=M
                 assert draft == expected, (mode, len(token_ids))
 
 
-def test_drawn_samples_grammars_and_logprobs_are_those_without_drafts(checkpoints, tmp_path,
-                                                                      few_prompts):
-    head = make_head(tmp_path / "head", small=True)
-    params = SamplingParams(n=2, temperature=0.8, top_p=0.9, seed=3, max_tokens=10, logprobs=1,
-                            repetition_penalty=1.1)
-    told = []
-    for options in (dict(), dict(speculative_config=dict(
-            method="eagle3", model=str(head), num_speculative_tokens=NUM_DRAFTS))):
-        with LLM(checkpoints["qwen3"], dtype="float32", skip_tokenizer_init=True,
-                 num_gpu_blocks_override=30, block_size=4, **options) as llm:
-            outputs = llm.generate(few_prompts, params, use_tqdm=False)
-            told.append([sample.token_ids for output in outputs for sample in output.outputs])
-    assert told[0] == told[1]
-
-
 def test_a_lost_step_costs_drafts_and_no_text(checkpoints, references, tmp_path, few_prompts):
     """The states of the step before are gone with it: the next step has no drafts."""
     with start(checkpoints["llama2"], make_head(tmp_path / "head")) as llm:
@@ -423,7 +412,7 @@ def test_two_ranks_find_the_states_by_their_slots(checkpoints, references, tmp_p
     (dict(target_hidden_size=32), "target_hidden_size.*32.*64"),
     (dict(norm_before_fc=True), "norm_before_fc=True"),
     (dict(num_hidden_layers=2), "num_hidden_layers=2"),
-    (dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[1, 2, 3])), "layer 3 of 3"),
+    (dict(layers=[1, 2, 3]), "layer 3 of 3"),
     (dict(speculators_config={}, speculators_model_type="eagle"), "speculators_model_type='eagle'"),
     (dict(speculators_config={}, speculators_model_type="eagle3"), "norm_before_residual=None"),
     (dict(architectures=["LlamaForCausalLM"]), "EAGLE-3.*architectures")])
@@ -457,8 +446,7 @@ def test_two_ranks_read_a_checkpoints_own_head_and_without_the_method_it_is_pass
 def test_a_missing_head_and_layers_that_are_not_found_are_refused(checkpoints, tmp_path):
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no list of layers"):
         start(make(ARCHITECTURES["gpt2"](), tmp_path / "gpt2"), make_head(
-            tmp_path / "head", hidden_size=32, eagle_config=dict(
-                eagle_aux_hidden_state_layer_ids=[0, 1])), load_format="dummy")
+            tmp_path / "head", layers=[0, 1], hidden_size=32), load_format="dummy")
     with pytest.raises(ValueError, match="model is missing"):
         LLM(checkpoints["llama2"], speculative_config=dict(method="eagle3",
                                                            num_speculative_tokens=2))

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import Reference
+from checkpoints import VOCAB_SIZE, Reference
 from test_hidden_drafts import (
+    FEW_WORDS,
     Dense,
     DenseForeign,
     DenseOwn,
@@ -52,11 +53,12 @@ def test_states_are_found_by_the_slots_of_the_last_step_alone(tokens):
     assert set(taps.slots.tolist()) == {-1, *slots.tolist()}
 
 
-@pytest.mark.parametrize("small, impl", [(True, "nanoserve"), (False, "transformers")])
+@pytest.mark.parametrize("words, impl", [
+    (FEW_WORDS, "nanoserve"), (range(VOCAB_SIZE), "transformers")])
 @needs_interpreter
 @pytest.mark.full
-def test_eagle_3(checkpoints, references, tmp_path, recorded, both_are_replayed, small, impl):
-    head = make_head(tmp_path / "head", small)
+def test_eagle_3(checkpoints, references, tmp_path, recorded, both_are_replayed, words, impl):
+    head = make_head(tmp_path / "head", words)
     check_drafts("llama2", lambda **mode: start(checkpoints["llama2"], head, **GRAPHS, **(
         dict(model_impl=impl) if impl == "transformers" else {})),
         Dense(head, Reference(checkpoints["llama2"])), references, PROMPTS, ["batched"])

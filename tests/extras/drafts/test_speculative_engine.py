@@ -148,26 +148,18 @@ def test_memory_counts_both_networks(qwen3, checkpoints):
     assert sum(t.nbytes for kv in both.runner.kv_cache for t in kv) == 64 * (ours + theirs)
 
 
-def test_the_largest_step_has_drafts_for_all(qwen3):
+def test_the_largest_step_has_drafts_for_all_and_both_networks_run_it(qwen3, checkpoints):
     """A GPU's cache is what this step leaves: its samples are rows of logits, of which drafts make
-    many."""
+    many. A smaller network may have a wider MLP, and take more memory."""
     llm = start(qwen3, max_num_seqs=3, max_num_batched_tokens=20, max_model_len=12,
-                speculative_config=NGRAM)
-    launched, launch = [], llm.runner.launch
-    llm.runner.launch = lambda step: launched.append(step) or launch(step)
-    llm.runner.run_largest_step()
-    step, = launched
-    assert list(step.num_new_tokens.values()) == [8, 6, 6] and len(step.samples()) == 18
-
-
-def test_the_largest_step_of_the_small_network_is_run_as_well(qwen3, checkpoints):
-    """Nothing says that it is the smaller one in everything: a wider MLP may take more memory."""
-    llm = start(qwen3, speculative_config=dict(SMALL, model=str(checkpoints["qwen3-tied"])))
+                speculative_config=dict(SMALL, model=str(checkpoints["qwen3-tied"])))
     launched, launch = [], llm.runner.launch
     llm.runner.launch = lambda step: launched.append(step) or launch(step)
     llm.runner.run_largest_step()
     assert [step.network for step in launched] == [0, 1]
-    assert launched[0].num_new_tokens == launched[1].num_new_tokens
+    for step in launched:
+        assert list(step.num_new_tokens.values()) == [10, 5, 5]
+    assert len(launched[0].samples()) == 5 * 3
 
 
 def test_no_guess_is_worse_for_a_step_without_guesses(qwen3):

@@ -225,15 +225,11 @@ def test_no_code_of_a_folder_runs_and_nobody_is_asked(folders, tmp_path, monkeyp
 # ------------------------------------------------- made and saved by transformers' own classes
 
 MEAN, STD = dict(image_mean=[0.5] * 3), dict(image_std=[0.5] * 3)
-PUBLISHED = {  # the arguments of these models, from memory: no file of theirs was at hand
+PUBLISHED = {  # the arguments of these models, from memory; all but LLaVA have a part for videos
     # HuggingFaceTB/SmolVLM2-2.2B-Instruct
     "smolvlm": (transformers.SmolVLMProcessor, dict(image_seq_len=81), "SmolVLMImageProcessor",
                 dict(do_image_splitting=True, max_image_size=dict(longest_edge=384),
                      size=dict(longest_edge=1536), **MEAN, **STD)),
-    # HuggingFaceM4/Idefics3-8B-Llama3
-    "idefics3": (transformers.Idefics3Processor, dict(image_seq_len=169), "Idefics3ImageProcessor",
-                 dict(max_image_size=dict(longest_edge=364), size=dict(longest_edge=1456), **MEAN,
-                      **STD)),
     # OpenGVLab/InternVL3-1B-hf
     "internvl": (transformers.InternVLProcessor, dict(image_seq_length=256),
                  "GotOcr2ImageProcessor", dict(
@@ -243,18 +239,9 @@ PUBLISHED = {  # the arguments of these models, from memory: no file of theirs w
         patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1),
         "CLIPImageProcessor", dict(size=dict(shortest_edge=336),
                                    crop_size=dict(height=336, width=336))),
-    # Qwen/Qwen2.5-VL-3B-Instruct, Qwen/Qwen3-VL-2B-Instruct
+    # Qwen/Qwen2.5-VL-3B-Instruct
     "qwen2.5-vl": (transformers.Qwen2_5_VLProcessor, {}, "Qwen2VLImageProcessor", dict(
         min_pixels=3136, max_pixels=12845056, patch_size=14, merge_size=2)),
-    "qwen3-vl": (transformers.Qwen3VLProcessor, {}, "Qwen2VLImageProcessor", dict(
-        size=dict(shortest_edge=65536, longest_edge=16777216), patch_size=16, merge_size=2, **MEAN,
-        **STD)),
-    # mistralai/Mistral-Small-3.1-24B-Instruct-2503
-    "mistral3": (transformers.PixtralProcessor, dict(patch_size=14, spatial_merge_size=2),
-                 "PixtralImageProcessor", dict(patch_size=14, size=dict(longest_edge=1540))),
-    # LiquidAI/LFM2-VL-450M
-    "lfm2-vl": (transformers.Lfm2VlProcessor, {}, "Lfm2VlImageProcessor", dict(
-        max_image_tokens=256, min_image_tokens=64, tile_size=512, max_tiles=10, **MEAN, **STD)),
 }
 
 
