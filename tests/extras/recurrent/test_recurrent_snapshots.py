@@ -139,16 +139,6 @@ def test_a_prefix_that_two_share_is_found_by_the_third():
     assert (seen["hit"], seen["tokens"]) == (1, 8)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_two_that_come_to_one_boundary_leave_one_snapshot(depth):
-    """One decodes up to it, the other has it in its prompt."""
-    first = Ask(FAMILIES[0][:7], 12, ignore_eos=True)
-    text, _, _ = alone(first, 0, None)
-    for arrival in range(1, 9):
-        run_with_states(first, Ask(first.prompt + text[:7], 3, arrival=arrival), num_snapshots=3,
-                        num_blocks=20, block_size=4, depth=depth)
-
-
 def test_an_entry_that_is_forgotten_in_the_same_step_names_no_snapshot():
     """The second ask's first block is known by the first one's entry, which a long prompt evicts.
     So when the last ask comes to the second block's boundary in the same step, it has computed the
