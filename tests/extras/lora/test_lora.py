@@ -99,17 +99,6 @@ def test_the_least_recently_used_adapter_makes_room(voices):
         voices.check(llm, [2, 3, None], "loaded again, into another's place")
 
 
-def test_what_no_step_needed_is_not_kept(voices):
-    """Adapters that are named one after the other, as a server does at its start, wait for the
-    next step in their columns: two of them, though four were read."""
-    with LLM(voices.base, **SMALL) as llm:
-        for seed in (1, 2, 3, 1):
-            llm.make_request("", [0], lora_request=voices.request(seed))
-        assert len(llm.runner.adapters.unsent) == 2
-        voices.check(llm, [3, 1, None, 1, 3])
-        assert not llm.runner.adapters.unsent
-
-
 def test_an_adapter_that_a_request_needs_stays(voices):
     prompt = {"prompt_token_ids": PROMPTS[0]}
     with LLM(voices.base, **SMALL | dict(max_loras=1)) as llm:
@@ -200,7 +189,6 @@ def test_a_pattern_matches_what_it_matches_in_peft():
     (dict(modules_to_save=["lm_head"]), "modules_to_save=.* is not supported"),
     (dict(bias="all"), "bias='all' is not supported"),
     (dict(init_lora_weights="pissa_niter_16"), "init_lora_weights='pissa_niter_16' is not supp"),
-    (dict(init_lora_weights="olora"), "init_lora_weights='olora' is not supported"),
     (dict(kasa_config={"a": 1}), "kasa_config=.* is not supported"),
     (dict(use_rslora="no"), "use_rslora='no' must be true or false"),
     (dict(r=8), "q_proj has rank 4, and adapter_config.json says 8"),
@@ -209,10 +197,7 @@ def test_a_pattern_matches_what_it_matches_in_peft():
     (dict(lora_alpha=1e300), "numbers that are not finite"),
     (dict(alpha_pattern={"(": 3}), r"alpha_pattern=.* must name modules"),
     (dict(rank_pattern={r"(\w+\.?)+x": 4}), r"rank_pattern=.* no other pattern"),
-    (dict(alpha_pattern={"(a|a)" * 30: 4}), "no other pattern"),
-    (dict(alpha_pattern={"(.*)*": 4}), "no other pattern"),
     (dict(alpha_pattern={"q?" * 40: 4}), "no other pattern"),
-    (dict(lora_alpha=10 ** 400), "which is no number"),
     (dict(alpha_pattern=[1]), r"alpha_pattern=\[1\] must name modules"),
     (dict(peft_type="IA3"), "peft_type must be LORA")])
 def test_settings_that_are_refused(voices, tmp_path, entries, words):

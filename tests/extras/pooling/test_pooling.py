@@ -6,13 +6,19 @@ generator answers yes or no. Pooling, normalising and the rest are done here by 
 """
 
 
+import copy
+from contextlib import ExitStack
+
 import pytest
 import torch
+import transformers
+from architectures import GQA, make
 from checkpoints import CHECKPOINTS, byte_tokenizer
-from pooled import assert_close, data, normalised, pooled, start, vectors
+from hybrids import HYBRIDS
+from pooled import TOLERANCE, assert_close, class_logits, data, normalised, pooled, start, vectors
 from small_engine import assert_idle, drain
 
-from nanoserve import PoolingParams
+from nanoserve import LLM, PoolingParams
 from nanoserve.frontend.facts import Fact
 
 # ------------------------------------------------------------------ embeddings
@@ -38,10 +44,7 @@ def test_every_family_embeds_as_transformers(checkpoints, prompts, hidden_states
 
 MODES = {
     "batched": {},
-    "no prefix cache": dict(enable_prefix_caching=False),
     "budget 5": dict(max_num_batched_tokens=5),
-    "budget 33": dict(max_num_batched_tokens=33),
-    "two at a time": dict(max_num_seqs=2),
     "blocks of 5": dict(block_size=5, max_num_batched_tokens=16),
     "tiny cache": dict(num_gpu_blocks_override=6, max_num_batched_tokens=16),
     "overlap": dict(async_scheduling=True, max_num_batched_tokens=9),
@@ -131,7 +134,6 @@ def test_nothing_decodes_and_blocks_go_back_at_once(qwen3, prompts):
         [output] = llm.step()  # the one step that it takes
         assert output.finished and output.request_id == "a" and not llm.has_unfinished_requests()
         assert_idle(llm)
-        assert set(dict(llm.runner.model.named_children())) & {"lm_head", "score"} == set()
 
 
 def test_a_prompt_may_fill_the_model(qwen3, hidden_states):
@@ -187,43 +189,81 @@ def test_text_in_all_its_forms_and_many_params(qwen3, hidden_states):
 # ------------------------------------------------------------------- the loop
 
 
-def test_ctrl_c_leaves_the_engine_usable(qwen3, prompts, monkeypatch):
-    llm = start(qwen3, max_num_batched_tokens=16)
-    expected = vectors(llm.embed(prompts, use_tqdm=False))
-    launch, count = llm.runner.launch, 0
-
-    def interrupted(step):
-        nonlocal count
-        count += 1
-        if count == 4:
-            raise KeyboardInterrupt
-        return launch(step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, "launch", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.embed(prompts, use_tqdm=False)
-    assert_idle(llm)
-    assert_close(vectors(llm.embed(prompts, use_tqdm=False)), expected)
-
-
-def test_abort_and_priority(qwen3, prompts):
-    with start(qwen3, scheduling_policy="priority", max_num_seqs=1) as llm:
-        for name, priority in (("late", 3), ("gone", 2), ("soon", 1)):
-            llm.add_request(name, prompts[5], PoolingParams(), priority)
-        llm.abort_request("gone")
-        names = []
-        while llm.has_unfinished_requests():
-            for output in llm.step():
-                names.append(output.request_id)
-                assert output.finished and (output.outputs is None) == (output.request_id == "gone")
-        assert names == ["gone", "soon", "late"]
-        assert_idle(llm)
-
-
 def test_a_caller_may_change_what_it_got(qwen3):
     """Tensors of inference mode can't take part in training."""
     with start(qwen3) as llm:
         for task in ("embed", "token_embed"):
             [output] = llm.encode("Hello", pooling_task=task, use_tqdm=False)
             output.outputs.data.requires_grad_().sum().backward()
+
+
+# ------------------------------------------------------------------------ by transformers' decoders
+
+
+PROMPTS = [[5, 6, 7], list(range(40, 73)), list(range(40, 61))]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dense"])
+def test_decoders_of_transformers_embed_as_transformers(kind, tmp_path):
+    """Whole prompts, chunks of them, and a prefix that is found again. OLMo 3 is not ours."""
+    config = HYBRIDS["qwen3.5"]() if kind == "hybrid" else transformers.Olmo3Config(**GQA)
+    folder = make(config, tmp_path / kind)
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with LLM(folder, runner="pooling", dtype="float32", max_num_batched_tokens=8, block_size=4,
+             num_gpu_blocks_override=64) as llm:
+        for _ in range(2):
+            for prompt, output in zip(PROMPTS, llm.embed(PROMPTS, use_tqdm=False), strict=True):
+                with torch.inference_mode():
+                    hidden = network.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+                expected = torch.nn.functional.normalize(hidden, dim=0)
+                found = torch.tensor(output.outputs.embedding)
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_engine_pools_that_is_handed_the_extra(qwen3):
+    from nanoserve_extras.pooling.pooling import Pooling
+
+    with LLM(qwen3, dtype="float32", runner="pooling") as asked, LLM(
+            qwen3, dtype="float32", extras=[Pooling()]) as handed:
+        [one], [other] = (llm.embed([[5, 6, 7]], use_tqdm=False) for llm in (asked, handed))
+    assert one.outputs.embedding == other.outputs.embedding
+
+
+def test_classes_are_refused_by_the_name_of_the_option(tmp_path):
+    folder = make(HYBRIDS["qwen3.5"](), tmp_path / "model")
+    with pytest.raises(ValueError, match="convert='embed'"):
+        LLM(folder, runner="pooling", convert="classify")
+
+
+# ------------------------------------------------------------------------------------- on two ranks
+
+
+@pytest.fixture
+def two_ranks(ranks_in_threads):
+    with ExitStack() as stack:
+        yield lambda folder, **options: stack.enter_context(
+            start(folder, tensor_parallel_size=2, **options))
+
+
+def test_two_ranks(checkpoints, classifiers, prompts, hidden_states, two_ranks):
+    """Each has half of every layer and all hidden states; rank 0 pools. A reranker's rows lie in
+    the shared embedding, one here and one there."""
+    for options in ({}, dict(async_scheduling=True, max_num_batched_tokens=33)):
+        llm = two_ranks(checkpoints["qwen3"], **options)
+        hidden = [hidden_states("qwen3", prompt) for prompt in prompts]
+        assert_close(vectors(llm.embed(prompts, use_tqdm=False)),
+                     [pooled(h, "LAST") for h in hidden], "two ranks")
+        tokens = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
+        assert_close(data(tokens), [pooled(h, "ALL") for h in hidden], "two ranks, tokens")
+    folder = classifiers("qwen3", 3)
+    outputs = two_ranks(folder, runner="auto").classify(prompts[:5], use_tqdm=False)
+    assert_close([torch.tensor(output.outputs.probs) for output in outputs],
+                 [logits.softmax(-1) for logits in class_logits(folder, prompts[:5])])
+    overrides = dict(classifier_from_token=["!", "<s>"], is_original_qwen3_reranker=True)
+    for name in ("qwen3", "qwen3-tied"):
+        one, two = (make(checkpoints[name], hf_overrides=copy.copy(overrides))
+                    for make in (start, two_ranks))
+        pairs = ["king?", ["A king.", "A fox."]]
+        assert [output.outputs.score for output in two.score(*pairs, use_tqdm=False)] == (
+            pytest.approx([output.outputs.score for output in one.score(*pairs, use_tqdm=False)],
+                          abs=TOLERANCE))

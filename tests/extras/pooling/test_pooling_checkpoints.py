@@ -140,9 +140,6 @@ def embedder(checkpoints):
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda llm: llm.generate("a"), "runner='generate'"),
-    (lambda llm: llm.generate("a", SamplingParams()), "runner='generate'"),
-    (lambda llm: llm.generate("a", PoolingParams()), "runner='generate'"),
-    (lambda llm: llm.stream("a", PoolingParams()), "runner='generate'"),
     (lambda llm: llm.chat([{"role": "user", "content": "a"}]), "runner='generate'"),
     (lambda llm: llm.stream("a"), "runner='generate'"),
     (lambda llm: llm.add_request("a", "a"), "runner='generate'"),
@@ -154,7 +151,6 @@ def embedder(checkpoints):
     (lambda llm: llm.embed("a", pooling_params={}), "PoolingParams.*got {}"),
     (lambda llm: llm.embed(["a", "b"], pooling_params=[None]), "1 entries for 2 prompts"),
     (lambda llm: llm.embed(["a", ""]), "prompt 1: .*empty"),
-    (lambda llm: llm.embed(["a", []]), "prompt 1: .*empty"),
     (lambda llm: llm.embed([[1], [260]]), "prompt 1: .*260.*vocabulary"),
     (lambda llm: llm.embed(["a", "b" * 129]), "129 tokens.*128"),
     (lambda llm: llm.embed(7), "must be a str"),
