@@ -182,6 +182,16 @@ class Reference:
         return guess, [float(one - two) for one, two in best]
 
 
+@torch.no_grad()
+def logprobs_beside(model, output) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a request with logprobs=-1: the engine's and transformers', each (num_output_tokens,
+    vocab_size). Those of transformers come of one forward pass over prompt and output."""
+    sample, prompt = output.outputs[0], output.prompt_token_ids
+    ours = [[entry[token].logprob for token in range(len(entry))] for entry in sample.logprobs]
+    theirs = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1:-1]
+    return torch.tensor(ours), theirs.float().log_softmax(-1)
+
+
 NEAR_TIE = 1e-4
 
 

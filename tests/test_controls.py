@@ -5,7 +5,6 @@ order of vLLM's documentation. It knows of no batches, blocks or steps. What com
 (temperature, filters, the draw) is proved in test_sampler.
 """
 
-import random
 import re
 from types import SimpleNamespace
 
@@ -109,22 +108,6 @@ def test_every_row_is_edited_exactly_as_by_the_plain_loop(batch, seed, half):
         assert expected[i, got[i]] > -np.inf, "a token that was ruled out"
 
 
-def test_a_sequence_is_counted_as_it_grows():
-    """What was counted stays with the sequence from step to step: the numbers must be those of
-    counting everything anew."""
-    rng = random.Random(0)
-    params = SamplingParams(repetition_penalty=1.7, frequency_penalty=.4, presence_penalty=.3)
-    prompt = rng.choices(range(VOCAB_SIZE), k=7)
-    seq = sequence("1", list(prompt), params, num_unknown_tokens=1)
-    for step in range(60):
-        row = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(step))
-        edits = sampling_inputs([seq]).edits
-        expected = plain_edits(row[0].numpy(), params, prompt, seq.output_token_ids)
-        assert np.array_equal(edits.apply(row.clone())[0].numpy(), expected)
-        if rng.random() < .8:  # else the same step again: one that failed is asked for twice
-            seq.token_ids += rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 1, 3]))
-
-
 def test_ctrl_c_while_tokens_are_counted(monkeypatch):
     """Interrupted when everything is counted but nothing noted: the step is asked for again, and
     each token must count once."""
@@ -145,20 +128,6 @@ def test_ctrl_c_while_tokens_are_counted(monkeypatch):
     for _ in range(2):
         edits = sampling_inputs([seq]).edits
         assert (edits.seen[1].tolist(), edits.counts.tolist()) == ([5, 6], [2, 1])
-
-
-def test_rows_without_controls_get_no_edits():
-    """Reached min_tokens, logprobs and plain rows: nothing is done to anybody's logits."""
-    params = [dict(), dict(min_tokens=2), dict(logprobs=3), dict(logit_bias={}), dict(bad_words=[])]
-    seqs = [sequence("1", [1], SamplingParams(temperature=0, **kinds), late_ids=frozenset([3]))
-            for kinds in params]
-    for seq in seqs:
-        seq.token_ids += [2, 2]
-        seq.num_unknown_tokens = 1
-    assert sampling_inputs(seqs).edits is None
-    seqs[1].token_ids.pop()  # one more to come
-    edits = sampling_inputs(seqs).edits
-    assert (edits.rows.tolist(), edits.banned.tolist()) == ([1], [[0], [3]])
 
 
 @pytest.mark.parametrize("returned", [None, 5.0, torch.zeros(VOCAB_SIZE - 1), [0.0] * VOCAB_SIZE])

@@ -4,23 +4,17 @@ The oracle: a step of all ranks gives transformers' logits. Sizes are uneven on 
 over 2 ranks, 1 over 4, a vocabulary of 260 over 3, 5 experts over 4, an MLP of 95 over anything.
 """
 
-import copy
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import SIZES, Reference, save
-from loading import Filled
+from checkpoints import SIZES, Reference, logprobs_beside, save
 from rank_threads import in_threads, thread_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.checkpoint.loader import load_weights
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Embedding, Experts, Linear, Placement
-from nanoserve.model import Decoder
 from nanoserve.parallel.ranks import Ranks, Span, check_shares
 
 CPU = torch.device("cpu")
@@ -44,13 +38,6 @@ def folders(checkpoints, tmp_path_factory):
 def on_all_ranks(size: int, work) -> list:
     with_ranks = torch.inference_mode()(work)  # a thread's own mode
     return in_threads(thread_ranks(size), with_ranks)
-
-
-def load_share(folder: Path, ranks: Ranks, expert_parallel=False) -> Decoder:
-    config = ModelConfig.from_folder(folder)
-    model = Decoder(config, Filled(torch.float32, CPU, ranks), expert_parallel)
-    load_weights(model, config, folder)
-    return model
 
 
 def fill(layer: torch.nn.Module, path: str, stored: dict[str, torch.Tensor]) -> None:
@@ -82,36 +69,6 @@ def test_a_row_parallel_bias_is_added_once(size):
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6], [200, 7, 100]]
 
 
-@pytest.fixture(scope="module")
-def recorded(folders):
-    """For a checkpoint: the batches of two prompts in chunks and decodes, and the logits that
-    transformers has for the rows that sample."""
-    @cache
-    def record(name: str):
-        llm = LLM(folders(name), num_gpu_blocks_override=8, max_num_batched_tokens=11)
-        batches, rows, launch, read = [], [], llm.runner.launch, llm.runner.builder.read
-
-        def recording_launch(step):
-            rows.extend((PROMPTS.index(seq.token_ids[:seq.num_prompt_tokens]),
-                         len(seq.token_ids) - 1) for seq in step.sampling)
-            return launch(step)
-
-        def recording_read(buffer):
-            batches.append(copy.deepcopy(batch := read(buffer)))
-            return batch
-
-        llm.runner.launch, llm.runner.builder.read = recording_launch, recording_read
-        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        model = Reference(folders(name)).model
-        with torch.no_grad():
-            logits = [model(torch.tensor([prompt + output.outputs[0].token_ids])).logits[0]
-                      for prompt, output in zip(PROMPTS, outputs, strict=True)]
-        return batches, torch.stack([logits[i][at] for i, at in rows])
-
-    return record
-
-
 @pytest.mark.parametrize("size", [3, 5, 7, 9, 16])
 def test_ranks_that_can_not_share_a_model_are_refused(size):
     with pytest.raises(ValueError, match=f"tensor_parallel_size={size} .* 8 .* 2 .*1, 2, 4, 6, 8"):
@@ -127,26 +84,16 @@ def test_ranks_that_can_not_share_a_model_are_refused(size):
     ("mixtral", 4, True), ("qwen3-moe-odd", 4, True), ("qwen3-moe-odd", 4, False),
     ("qwen3-moe", 2, True), ("gemma2", 2, False), ("gemma2", 4, False), ("gemma3", 4, False),
 ])
-def test_all_ranks_together_have_transformers_logits(folders, recorded, name, size,
+def test_all_ranks_together_have_transformers_logits(folders, ranks_in_threads, name, size,
                                                      expert_parallel):
-    batches, expected = recorded(name)
-    config = ModelConfig.from_folder(folders(name))
-    check_shares(size, config.num_attention_heads, config.num_key_value_heads)
-
-    def work(ranks: Ranks):
-        model = load_share(folders(name), ranks, expert_parallel)
-        kv_heads = ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)[1]
-        shape = 8, 16, kv_heads.size, config.head_dim
-        cache = [(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in model.layers]
-        logits = []
-        for batch in map(replace, batches):  # a rank's own, as each process has it
-            hidden = model(batch.input_ids, batch.positions, cache, batch)
-            logits.append(model.compute_logits(hidden[batch.logits_indices]))
-        return logits
-
-    first, *others = on_all_ranks(size, work)
-    torch.testing.assert_close(torch.cat(first), expected, rtol=1e-3, atol=2e-4)
-    assert all(logits is None for other in others for logits in other)
+    """Of two prompts, in chunks and decodes."""
+    with LLM(folders(name), dtype="float32", num_gpu_blocks_override=8, max_num_batched_tokens=11,
+             tensor_parallel_size=size, enable_expert_parallel=expert_parallel) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(
+            temperature=0, max_tokens=5, ignore_eos=True, logprobs=-1), use_tqdm=False)
+    model = Reference(folders(name)).model
+    for output in outputs:
+        torch.testing.assert_close(*logprobs_beside(model, output), rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "mixtral"])

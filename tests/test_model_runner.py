@@ -6,10 +6,11 @@ with a step in flight, for any block size. That is the engine's one invariant: t
 change *when* a token is computed, never *which* token comes out.
 """
 
+from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS, Reference, assert_same_text
+from checkpoints import CHECKPOINTS, Reference, assert_same_text, logprobs_beside
 from helpers import poisoned, watch_steps
 from transformers import AutoTokenizer
 
@@ -142,36 +143,15 @@ def test_from_the_prefix_cache(qwen3, prompts, reference_of, options):
 # -------------------------------------------------------------------- numbers
 
 
-def logits_of_greedy_run(llm: LLM, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
-    """The engine's tokens and the logits it took them from, (num_output_tokens, vocab_size)."""
-    seen, compute_logits = [], llm.runner.model.compute_logits
-
-    def recording_compute_logits(hidden):
-        logits = compute_logits(hidden)
-        if len(logits):  # an unfinished chunk samples nothing
-            seen.append(logits)
-        return logits
-
-    llm.runner.model.compute_logits = recording_compute_logits
-    (output,) = run(llm, [prompt])
-    return output.outputs[0].token_ids, torch.cat(seen)
-
-
-@torch.no_grad()
-def transformers_logits(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """The same logits by one forward pass of transformers over prompt and output."""
-    logits = model(torch.tensor([prompt + tokens])).logits[0]
-    return logits[len(prompt) - 1:-1]
+LOGPROBS = replace(GREEDY, logprobs=-1)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_fp32_logits_equal_transformers(checkpoints, prompts, name):
     """Closer than tokens can tell: a wrong epsilon or frequency shows before it flips a token."""
-    prompt = prompts[8]
-    llm = start(checkpoints[name], max_num_batched_tokens=33)
-    tokens, logits = logits_of_greedy_run(llm, prompt)
-    expected = transformers_logits(Reference(checkpoints[name]).model, prompt, tokens)
-    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=2e-4)
+    output, = run(start(checkpoints[name], max_num_batched_tokens=33), [prompts[8]], LOGPROBS)
+    torch.testing.assert_close(*logprobs_beside(Reference(checkpoints[name]).model, output),
+                               rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "llama-bias", "qwen3", "mistral", "mixtral",
@@ -181,19 +161,14 @@ def test_bf16_is_as_good_as_transformers_bf16(checkpoints, prompts, name):
     equally close to the fp32 logits of the same rounded weights, along the same texts."""
     rounded = Reference(checkpoints[name], torch.bfloat16).model
     exact = Reference(checkpoints[name], torch.bfloat16).model.float()
+    llm = start(checkpoints[name], dtype="bfloat16", max_num_batched_tokens=33)
     errors = {"ours": 0.0, "theirs": 0.0}
     for prompt in prompts[6:10]:
-        llm = start(checkpoints[name], dtype="bfloat16", max_num_batched_tokens=33)
-        tokens, ours = logits_of_greedy_run(llm, prompt)
-        assert ours.dtype == torch.bfloat16
-        expected = transformers_logits(exact, prompt, tokens).log_softmax(-1)
-        theirs = transformers_logits(rounded, prompt, tokens)
-        for who, logits in (("ours", ours), ("theirs", theirs)):
-            errors[who] += (logits.float().log_softmax(-1) - expected).square().sum().item()
+        output, = run(llm, [prompt], LOGPROBS)
+        ours, expected = logprobs_beside(exact, output)
+        for who, logprobs in (("ours", ours), ("theirs", logprobs_beside(rounded, output)[1])):
+            errors[who] += (logprobs - expected).square().sum().item()
     assert 0 < errors["ours"] < 1.5 * errors["theirs"], errors
-
-
-# ------------------------------------------------------------ where a text ends
 
 
 # ---------------------------------------------------------- the bundled model
