@@ -50,10 +50,7 @@ OUTPUT_KIND = rules.instance(RequestOutputKind, "a RequestOutputKind")
 @takes_vllms_words("LLM()", "LLM")
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
-    """What the user chose, in vLLM's words. `None`: the engine decides (frontend/defaults.py).
-
-    Raises `ValueError` for a value that can't work, naming the field and the remedy.
-    """
+    """What the user chose. Raises `ValueError` for what can't work, naming field and remedy."""
 
     model: str = option(MISSING, rules.MODEL)
     revision: str | None = option(None, rules.TEXT)  # a branch, a tag or a commit of a hub id
@@ -72,7 +69,7 @@ class EngineConfig(Options):
     gpu_memory_utilization: float = option(0.9, rules.SHARE)  # share of a GPU for weights and KV
     kv_cache_memory_bytes: int | None = option(None, rules.COUNT)  # the KV cache's size, if given
     kv_cache_dtype: str = option("auto", rules.KV_DTYPE)  # "auto": the dtype of the model
-    num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the same, in blocks
+    num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the KV cache's size in blocks
     block_size: int = option(16, rules.COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, rules.FLAG)
     enable_chunked_prefill: bool = option(True, rules.FLAG)
@@ -118,19 +115,16 @@ control = partial(option, control=True)  # it changes logits unless it has its d
 @takes_vllms_words("SamplingParams", "SamplingParams")
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How to turn logits into tokens and when to stop; names, defaults and meaning are vLLM's.
-
-    Raises `ValueError` naming the field and its value for whatever can't be honoured. What only the
-    model knows (its vocabulary, its tokenizer) is checked when the request is made.
+    """How to turn logits into tokens and when to stop. Raises `ValueError` as `EngineConfig` does.
 
     logits ─ processors ─ allowed tokens, bad words, ─ penalties ─ temperature ─ filters ─ draw
                           min_tokens, logit_bias                     min_p, top_k, top_p
     """
 
     n: int = option(1, number(1, MAX_SAMPLES, whole=True))  # samples of one prompt
-    presence_penalty: float = control(0.0, rules.PENALTY)  # off each token that is in the output
-    frequency_penalty: float = control(0.0, rules.PENALTY)  # as often as it is there
-    repetition_penalty: float = control(1.0, rules.FACTOR)  # divides; the prompt's tokens, too
+    presence_penalty: float = control(0.0, rules.PENALTY)  # subtracted if a token is in the output
+    frequency_penalty: float = control(0.0, rules.PENALTY)  # subtracted as often as it is there
+    repetition_penalty: float = control(1.0, rules.FACTOR)  # divides, for the prompt's tokens, too
     temperature: float = option(1.0, number(0))  # 0: greedy
     top_p: float = option(1.0, rules.SHARE)  # draw among the likeliest tokens that sum to this
     top_k: int = option(0, number(-1, whole=True))  # draw among so many likeliest; 0 or -1: all
@@ -158,12 +152,14 @@ class SamplingParams:
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
         for name in ("logprobs", "prompt_logprobs"):  # True is 1, as in vLLM
-            if isinstance(said := getattr(self, name), bool):
-                setattr(self, name, int(said) or None)
+            given = getattr(self, name)
+            if isinstance(given, bool):
+                setattr(self, name, int(given) or None)
         rules.check_fields(self)
         self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
         for name in ("seed", "thinking_token_budget"):  # -1: vLLM's other spelling
-            setattr(self, name, None if getattr(self, name) == -1 else getattr(self, name))
+            if getattr(self, name) == -1:
+                setattr(self, name, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: "
                              "lower the first or raise the second")
