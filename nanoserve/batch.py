@@ -233,7 +233,14 @@ class BatchBuilder:
 
     def _numbers(self, step: Step, width: int) -> dict[str, np.ndarray | list[int]]:
         """What is in each section. width: blocks of the longest table."""
-        seqs, query_lens, starts, num_decodes = _decodes_first(step)
+        seqs = list(step.num_new_tokens)
+        query_lens = np.array(list(step.num_new_tokens.values()), dtype=np.int32)
+        starts = np.array(step.starts, dtype=np.int32)
+        num_decodes = int(np.count_nonzero(query_lens == 1))
+        if 0 < num_decodes < len(seqs):  # rows of one token first, then chunks, else in order
+            order = np.argsort(query_lens > 1, kind="stable")
+            seqs = [seqs[i] for i in order.tolist()]
+            query_lens, starts = query_lens[order], starts[order]
         cu_seqlens_q = np.zeros(len(seqs) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         # A token's position is its row's start plus its offset in the row. Example: a row with
@@ -281,24 +288,11 @@ class BatchBuilder:
         return np.array([seq.row for seq in seqs], dtype=np.int64)
 
 
-def _decodes_first(step: Step) -> tuple[list[Sequence], np.ndarray, np.ndarray, int]:
-    """Stable partition of the rows: single tokens, then chunks."""
-    seqs = list(step.num_new_tokens)
-    query_lens = np.array(list(step.num_new_tokens.values()), dtype=np.int32)
-    starts = np.array(step.starts, dtype=np.int32)
-    num_decodes = int(np.count_nonzero(query_lens == 1))
-    if 0 < num_decodes < len(seqs):
-        order = np.argsort(query_lens > 1, kind="stable")
-        seqs = [seqs[i] for i in order.tolist()]
-        query_lens, starts = query_lens[order], starts[order]
-    return seqs, query_lens, starts, num_decodes
-
 
 def _input_ids(step: Step, seqs: list[Sequence], starts: list[int], query_lens: list[int],
                num_decodes: int) -> np.ndarray:
-    """Token ids of all rows. The id of a decode may be unknown: the step before still samples it.
-    The ids of a chunk are all known, since a preempted sequence waits until they are. A row's
-    drafts follow its known ids."""
+    """Token ids of all rows. A decode's id may be unknown. The ids of a chunk are known, since
+    a preempted sequence waits until they are. A row's drafts follow its known ids."""
     if step.shift:
         starts = [start + step.shift for start in starts]
     ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row

@@ -74,12 +74,6 @@ def read_options(model: str, options: dict) -> EngineConfig:
         raise TypeError(f"{error}{NO_EXTRAS}") from None
 
 
-def as_folder(model: str | Path, args: EngineConfig) -> str | Path:
-    """The folder that an extra makes of a file in another format, GGUF say. Any other name stays
-    as it is."""
-    table = the_extras()
-    return model if table is None else table.as_folder(model, args)
-
 
 def read_model(args: EngineConfig, folder: Path, given: Iterable[Extra] = (),
                ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
@@ -104,7 +98,9 @@ class LLM(LLMEngine):
                  **options):
         given = rules.checked("extras", EXTRAS, extras)
         args = read_options(str(model), options)
-        folder = find_model(as_folder(model, args), weights=args.load_format != "dummy",
+        if (table := the_extras()) is not None:
+            model = table.as_folder(model, args)  # of a file in another format, GGUF say
+        folder = find_model(model, weights=args.load_format != "dummy",
                             code=args.trust_remote_code, revision=args.revision)
         asked, self.model_config, extras = read_model(args, folder, given)
         device = pick_device(asked.device)
