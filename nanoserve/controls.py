@@ -97,7 +97,7 @@ class Edits:
 
 class RowState:
     """What the sampler keeps about a sequence from step to step: its constraints as arrays, and the
-    tokens to be penalised with their counts. A step reads only the tokens that are new."""
+    tokens to be penalised with their counts."""
 
     def __init__(self, seq: Sequence):
         params = seq.request.params
@@ -151,9 +151,9 @@ def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
     return banned
 
 
-# Each sequence's grammar, say, whose `mask` says which tokens may come next, in
-# (ceil(vocab_size / 8),) uint8; it covers the row's other constraints, too. None: nothing new.
-# The first map that has the sequence counts.
+# A sequence's grammar, say. Its `mask` gives the tokens that may come next, (ceil(vocab_size / 8),)
+# uint8, which covers the row's other constraints, too; None if it rules none out. The first map
+# that has the sequence counts.
 Constraints = ChainMap[Sequence, object]
 
 

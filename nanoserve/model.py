@@ -132,9 +132,8 @@ class Decoder(nn.Module):
 
 
 def fit_8_bits(x: torch.Tensor) -> bool:
-    """Whether one scale for a token's head is enough for keys or values, (num_tokens, heads,
-    head_dim). Qwen 2.5's keys have biases of hundreds in a few channels: what differs between
-    tokens would be rounded away."""
+    """Whether one scale a head suits keys or values, (num_tokens, heads, head_dim). Qwen 2.5's keys
+    have biases of hundreds in a few channels: what differs between tokens would be rounded away."""
     wide = x.float().transpose(0, 1)
     differs = wide.diff(dim=1).abs().median(2).values.median(1).values  # 0.95 for normal numbers
     return bool((wide.abs().amax((1, 2)) <= 16 * differs).all())
