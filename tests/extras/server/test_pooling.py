@@ -143,6 +143,7 @@ def test_coheres_embeddings(server):
         (dict(input="x " * 5000), "shorten"), (dict(input=["x"] * 33), "at most 32"))),
     ("/score", dict(text_1=["a", "b"], text_2=["c"]), "2 and 1 texts"),
     ("/rerank", dict(query="x", documents=[]), "documents"),
+    ("/rerank", dict(query="x"), "documents and texts"),
     ("/rerank", dict(query="x", documents=["a"], texts=["b"]), "documents and texts"),
     ("/rerank", dict(query="x", documents=["x"], max_tokens_per_doc=5), "truncate_prompt_tokens"),
     ("/v2/embed", dict(texts=["x"], embedding_types=["int8"]), "embedding_types"),

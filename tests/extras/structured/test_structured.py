@@ -16,17 +16,17 @@ import pytest
 import real_tokenizers as real
 import regex
 import torch
-from checkpoints import EOS, Reference, byte_tokenizer, sample_logits
+from checkpoints import Reference, byte_tokenizer, sample_logits
 from grammars import ENDS, PADDED, TOKENIZER, padded_checkpoint, start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain_sampling import assert_distributed
 
-from nanoserve import LLM, SamplingParams, StructuredOutputsParams, ops
+from nanoserve import SamplingParams, StructuredOutputsParams, ops
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.sequence import Sequence
-from nanoserve_extras.structured.structured import Grammars, from_response_format
+from nanoserve_extras.structured.structured import Grammar, Grammars, from_response_format
 
 NONE = np.array((), dtype=np.int64)
 
@@ -42,18 +42,14 @@ def folder(tmp_path_factory):
     return padded_checkpoint(tmp_path_factory.mktemp("padded"))
 
 
-GRAMMARS = {}  # of sequences
-
-
-def sequence(grammar, output=(), prompt=(1, 2)) -> Sequence:
+def sequence(output=(), prompt=(1, 2)) -> Sequence:
     seq = helpers.sequence("r", list(prompt))
-    GRAMMARS[seq] = grammar.fresh()
     seq.token_ids += output
     return seq
 
 
-def allowed(seq: Sequence, drafts=(), only=NONE, never=()) -> set[int]:
-    mask = GRAMMARS[seq].mask(seq, list(drafts), only, list(never))
+def allowed(parser: Grammar, seq: Sequence) -> set[int]:
+    mask = parser.mask(seq, [], NONE, [])
     return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
 
 
@@ -77,7 +73,7 @@ def test_bytes_that_may_come_are_those_that_can_still_match(pattern):
             expected = {i for i, more in ascii_ids.items()
                         if regex.fullmatch(pattern, text + more, partial=True)}
             may_end = regex.fullmatch(pattern, text) is not None
-            found = allowed(sequence(grammar, output))
+            found = allowed(grammar.fresh(), sequence(output))
             assert found & ENDS == (ENDS if may_end else set())
             assert {i for i in found - ENDS if i in ascii_ids} == expected, text
             assert all(i < 256 for i in found - ENDS), "a special token or padding"
@@ -88,7 +84,7 @@ def test_bytes_that_may_come_are_those_that_can_still_match(pattern):
             text += ascii_ids[output[-1]]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS[1::2] + PATTERNS[6:7])
 def test_long_tokens_that_may_come_are_those_that_can_still_match(stories, pattern):
     """With a choice, all tokens that lead on; where only one text is possible, the first token of
     the way in which the tokenizer writes it."""
@@ -101,8 +97,8 @@ def test_long_tokens_that_may_come_are_those_that_can_still_match(stories, patte
                     and i not in stories.all_special_ids
                     and regex.fullmatch(pattern, text + more, partial=True)}
         may_end = regex.fullmatch(pattern, text) is not None
-        seq = sequence(grammar, output)
-        found, forced = allowed(seq), GRAMMARS[seq].forced(seq, 99)
+        seq, parser = sequence(output), grammar.fresh()
+        found, forced = allowed(parser, seq), parser.forced(seq, 99)
         assert (end in found) == may_end
         found = {i for i in found - {end} if texts[i].isascii()}
         if forced:
@@ -116,38 +112,13 @@ def test_long_tokens_that_may_come_are_those_that_can_still_match(stories, patte
         text += texts[output[-1]]
 
 
-def test_a_mask_for_each_position_of_the_drafts():
-    """Behind every draft the mask is that of a text which has it; and then it is as if nothing had
-    been read. Behind a draft that is forbidden everything may come: it is thrown away."""
-    grammar = Grammars(TOKENIZER, PADDED).compile({"regex": "ab(c|d[0-9])e"}, frozenset(ENDS))
-    a, b, c, d, e, five = TOKENIZER.encode("abcde5")
-    seq = sequence(grammar, [a])
-    for drafts in ([], [b], [b, d], [b, d, five], [b, d, five, e], [b, c, e]):
-        assert allowed(seq, drafts) == allowed(sequence(grammar, [a, *drafts])), drafts
-    assert allowed(seq, [b, e]) >= set(range(PADDED)) and allowed(seq, [b, e, c]) >= ENDS
-    assert allowed(seq, [b, EOS]) >= {a, b, c}, "a text may not end there"
-    assert allowed(seq) == {b} and GRAMMARS[seq].forced(seq, 9) == [b]
-    seq.token_ids += [b, d]
-    assert allowed(seq) == set(TOKENIZER.encode("0123456789")) and not GRAMMARS[seq].forced(seq, 9)
-
-
 @pytest.mark.parametrize("vocab_size", [256, 257, 259, 260, 261, 263, 264, 265])
 def test_nothing_beyond_the_models_vocabulary_is_allowed(vocab_size):
     """The tokenizer has 260 tokens, and END behind them: the model may have fewer, or room."""
     grammar = Grammars(TOKENIZER, vocab_size).compile({"grammar": "start: /a*/ <pad>? /a*/"},
                                                       frozenset({255}))
     a, pad = TOKENIZER.encode("a<pad>")
-    assert allowed(sequence(grammar)) == {a, 255} | ({pad} if pad < vocab_size else set())
-
-
-def test_other_constraints_count_unless_they_leave_nothing():
-    grammar = Grammars(TOKENIZER, PADDED).compile({"regex": "[abc]*"}, frozenset(ENDS))
-    a, b, c, x = TOKENIZER.encode("abcx")
-    seq = sequence(grammar)
-    assert allowed(seq, never=[a]) == {b, c, *ENDS}
-    assert allowed(seq, only=np.array([a, x])) == {a}
-    assert allowed(seq, only=np.array([a, x]), never=[a]) == {a, b, c, *ENDS}
-    assert allowed(seq, never=[a, b, c, *ENDS]) == {a, b, c, *ENDS}
+    assert allowed(grammar.fresh(), sequence()) == {a, 255} | ({pad} if pad < vocab_size else set())
 
 
 @pytest.mark.parametrize("name", real.BYTE_LEVEL + ["llama_2", "gemma"])
@@ -160,9 +131,9 @@ def test_texts_of_real_tokenizers(name, pattern):
     grammar = Grammars(tokenizer, len(tokenizer) + 5).compile({"regex": pattern}, frozenset({end}))
     prompt, rng = real.encode(name, "Say:"), random.Random(6)
     for _ in range(4):
-        seq = sequence(grammar, prompt=prompt)
+        seq, parser = sequence(prompt=prompt), grammar.fresh()
         while seq.token_ids[-1] != end:
-            seq.token_ids.append(rng.choice(sorted(allowed(seq))))
+            seq.token_ids.append(rng.choice(sorted(allowed(parser, seq))))
         text = real.truth(name, prompt, seq.output_token_ids)
         assert regex.fullmatch(pattern, text), text
 
@@ -242,14 +213,12 @@ def nested(inner):
         lambda some: dict(anyOf=some))
 
 
-@pytest.mark.parametrize("options", [dict(), dict(
-    async_scheduling=True, num_gpu_blocks_override=24, max_num_seqs=5, max_num_batched_tokens=30)],
-    ids=["", "small and overlapped"])
-def test_texts_of_random_schemas_are_valid(folder, options):
+def test_texts_of_random_schemas_are_valid(folder):
     """Whatever ends by itself parses and validates; what max_tokens cuts says so, and it is the
     beginning of JSON. The model is noise, so it tries everything that is allowed."""
     seen = {"stop": 0, "length": 0}
-    with start(folder, **options) as llm:
+    with start(folder, async_scheduling=True, num_gpu_blocks_override=24, max_num_seqs=5,
+               max_num_batched_tokens=30) as llm:
         @settings(derandomize=True, deadline=None, max_examples=12,
                   suppress_health_check=[HealthCheck.too_slow])
         @given(st.lists(st.recursive(leaves, nested, max_leaves=5), min_size=4, max_size=4),
@@ -276,7 +245,7 @@ def test_any_json_object(folder):
     """Without bounds noise may go on for ever; a bias for what closes things helps it to an end."""
     closing = {TOKENIZER.encode(c)[0]: 6.0 for c in '"}]:0'} | dict.fromkeys(ENDS, 50.0)
     with start(folder) as llm:
-        for seed in range(4):
+        for seed in range(2):
             text = llm.generate([5, 6, seed], SamplingParams(
                 seed=seed, max_tokens=200, logit_bias=closing,
                 structured_outputs={"json_object": True}), use_tqdm=False)[0].outputs[0].text
@@ -298,7 +267,7 @@ def test_a_grammar_in_larks_notation_or_in_ebnf(folder, grammar):
 # ------------------------------------------------------------------- refused
 
 
-CYCLE: dict = {"type": "object"}
+CYCLE: dict = {"type": "object"}  # this one and the next ended the process
 CYCLE["properties"] = {"a": CYCLE}
 DEEP: dict = {}
 for _ in range(20_000):
@@ -306,33 +275,25 @@ for _ in range(20_000):
 
 
 @pytest.mark.parametrize("asked, message", [
-    (5, "must be StructuredOutputsParams or a dict such as"),
-    ({}, "exactly one of json, regex, choice, grammar, json_object, got none of them"),
-    ({"regex": "a", "json": {}}, "exactly one of .* got json and regex"),
-    ({"regx": "a"}, "takes one of json, regex, choice, grammar, json_object, got regx"),
+    (5, "StructuredOutputsParams or a dict"), ({}, "got none of them"),
+    ({"regex": "a", "json": {}}, "got json and regex"), ({"regx": "a"}, "got regx"),
     ({"json_object": False}, "got none of them"), ({"json_object": 1}, "json_object must be True"),
-    ({"json": 5}, "json must be a JSON schema"), ({"regex": ["a"]}, "regex must be a regular"),
-    ({"choice": []}, "choice must be a list of non-empty texts"),
-    ({"choice": ["a", ""]}, "choice must be a list of non-empty texts"),
-    ({"choice": "ab"}, "choice must be a list of non-empty texts"),
-    ({"grammar": 3}, "grammar must be a grammar, Lark's or EBNF"),
-    ({"regex": "(x"}, "llguidance refuses this: .*unclosed group"),
-    ({"regex": "a(?=b)"}, "llguidance refuses this: .*look-around"),
-    ({"grammar": "start: nothing"}, "llguidance refuses this: .*nothing"),
+    ({"json": 5}, "json must be"), ({"regex": ["a"]}, "regex must be"),
+    *(({"choice": wrong}, "choice must be") for wrong in ([], ["a", ""], "ab")),
+    ({"grammar": 3}, "grammar must be"), ({"regex": "(x"}, "unclosed group"),
+    ({"regex": "a(?=b)"}, "look-around"), ({"grammar": "start: nothing"}, "nothing"),
     ({"json": "{"}, "llguidance refuses this|is no JSON schema"),
-    ({"json": {"type": object}}, "is no JSON schema: .*not JSON serializable"),
-    ({"json": {"type": "foo"}}, "llguidance refuses this: Invalid type: foo"),
-    ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
+    ({"json": {"type": object}}, "json is no JSON schema"), ({"json": {"type": "foo"}}, "foo"),
+    ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
-    ({"json": CYCLE}, "json is no JSON schema: Circular"),  # these two ended the process
-    ({"json": DEEP}, "json is no JSON schema: maximum recursion depth"),
-    ({"regex": "[^\\s\\S]"}, "no text at all matches it"), ({"grammar": "start: start"}, "no text"),
+    ({"json": CYCLE}, "json is no JSON schema"), ({"json": DEEP}, "json is no JSON schema"),
+    ({"regex": "[^\\s\\S]"}, "no text at all"), ({"grammar": "start: start"}, "no text at all"),
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text at all"),
     ({"json": {"properties": {f"p{i}": {} for i in range(3000)}, "type": "object"}}, "max is 2000"),
-    ({"regex": "\ud800"}, "a lone surrogate"), ({"grammar": '"\ud800"'}, "a lone surrogate"),
+    *(({kind: text}, "a lone surrogate") for kind, text in (
+        ("regex", "\ud800"), ("grammar", '"\ud800"'), ("choice", ["a", "\ud800"]))),
     ({"grammar": 'root ::= "a"\n' * 1001}, "1,001 rules in EBNF"),
-    ({"grammar": "root ::= ("}, "no EBNF"), ({"grammar": "root ::= b"}, "no EBNF: Rule 'b'"),
-    ({"choice": ["a", "\ud800"]}, "a lone surrogate")])
+    ({"grammar": "root ::= ("}, "no EBNF"), ({"grammar": "root ::= b"}, "no EBNF: Rule 'b'")])
 def test_wrong_wishes_are_refused_when_the_request_is_made(llm, asked, message):
     with pytest.raises(ValueError, match=f"(?s)structured_outputs.*{message}"):
         llm.generate(["one", "two"], [SamplingParams(), SamplingParams(structured_outputs=asked)],
@@ -358,17 +319,10 @@ def test_an_object_that_was_changed_is_checked_again(llm):
         llm.generate([5], SamplingParams(structured_outputs=asked), use_tqdm=False)
 
 
-def test_without_a_tokenizer_or_with_one_that_is_not_known(folder):
-    params = SamplingParams(structured_outputs={"regex": "a"})
-    with LLM(folder, dtype="float32", device="cpu", num_gpu_blocks_override=8,
-             skip_tokenizer_init=True) as llm:
-        with pytest.raises(ValueError, match="structured_outputs needs a tokenizer"):
-            llm.generate([5], params, use_tqdm=False)
-    with pytest.raises(ValueError, match="tokenizer of the library `tokenizers`, got a dict"):
-        Grammars({}, 5)
-
-
-def test_without_the_library(monkeypatch):
+def test_without_a_tokenizer_a_known_one_or_the_library(monkeypatch):
+    for tokenizer, said in ((None, "this engine has none"), ({}, "`tokenizers`, got a dict")):
+        with pytest.raises(ValueError, match=f"structured_outputs needs a tokenizer.*{said}"):
+            Grammars(tokenizer, 5)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match='pip install "nanoserve\\[structured\\]"'):
         Grammars(byte_tokenizer(), 260)
@@ -398,7 +352,7 @@ def test_white_space_is_the_schemas_to_ask_for(folder):
         grammar = Grammars(TOKENIZER, PADDED).compile(
             {"json": {"type": "object"} | asked}, frozenset(ENDS))
         brace, newline = TOKENIZER.encode("{\n")
-        assert (newline in allowed(sequence(grammar, [brace]))) == mays
+        assert (newline in allowed(grammar, sequence([brace]))) == mays
 
 
 def test_ordinary_multiples_and_long_lists_of_choices_are_served(llm):
