@@ -73,7 +73,7 @@ def test_vllms_options_are_taken_where_they_ask_for_nothing():
     ["--max-requests", "0"], ["--drain-seconds", "-1"], ["--no-such-option"], ["a", "b"],
     ["--max-model-len", "1.0005k"], ["--max-model-len", "2q"], ["--lora-modules", "x"],
     ["--lora-modules", "=x"], ["--lora-modules", '{"name": "x"}'],
-    ["--lora-modules", '{"name": "x", "path": "y", "z": 1}']])
+    ["--lora-modules", '{"name": "x", "path": "y=1", "z": 1}']])
 def test_options_of_the_wrong_type_are_refused(words, capsys):
     with pytest.raises(SystemExit) as caught:
         parse(*words)
