@@ -4,12 +4,11 @@ Oracle: the recorder, which has its own tests; here it is looked at what it is h
 """
 
 import pytest
-from small_engine import greedy, make, run
+from small_engine import greedy, make, run, tokens
 from witness import Witness, read
 
 pytest.importorskip("fastapi")
 
-from nanoserve_extras.server import tracer  # noqa: E402
 from nanoserve_extras.server.tracer import Tracer  # noqa: E402
 from nanoserve_extras.trace import recorder  # noqa: E402
 from nanoserve_extras.trace.recorder import page  # noqa: E402
@@ -35,13 +34,13 @@ def test_blocks_that_were_cached_before_can_be_found_from_the_first_step_on(qwen
     assert witness.num_read == 5 and witness.admitted[0]
 
 
-def test_a_full_recording_makes_room_when_the_engine_is_idle(qwen3, monkeypatch):
+def test_a_full_recording_begins_anew_when_the_engine_is_idle_and_stops_no_request(
+        qwen3, monkeypatch):
     monkeypatch.setattr(recorder, "MAX_STEPS", 4)
-    with make(qwen3) as llm:
+    with make(qwen3, async_scheduling=True) as llm:
+        expected = tokens(run(llm, ["one", "two"], greedy(9)))
         watching = Tracer(llm)
-        run(llm, ["one"], greedy(3))
-        assert not watching.closed
-        run(llm, ["two"], greedy(9))
+        assert tokens(run(llm, ["one", "two"], greedy(9))) == expected
         assert watching.closed and len(watching.frames) == 4
         run(llm, ["three"], greedy(2))
         assert not watching.closed and len(watching.frames) == 2
@@ -59,17 +58,3 @@ def test_a_full_recording_does_not_begin_anew_while_somebody_runs(qwen3, monkeyp
             llm.step()
         llm.add_request("second", "two", greedy(2))
         assert watching.closed and len(llm.scheduler.running) == 1
-        while llm.has_unfinished_requests():
-            llm.step()
-        assert watching.closed and len(watching.frames) == 2
-
-
-def test_it_stops_no_request_when_it_is_full(qwen3, monkeypatch):
-    monkeypatch.setattr(recorder, "MAX_STEPS", 2)
-    with make(qwen3, async_scheduling=True) as llm:
-        expected = run(llm, ["one", "two"], greedy(6))
-        Tracer(llm)
-        found = run(llm, ["one", "two"], greedy(6))
-        assert [o.outputs[0].token_ids for o in found] == [
-            o.outputs[0].token_ids for o in expected]
-    assert tracer.__doc__

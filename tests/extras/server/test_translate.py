@@ -109,6 +109,9 @@ def test_a_message_is_a_chats_answer_whole_and_streamed(server, choice):
                 max_tokens=120 if choice else 9) | choice
     _, whole = server.ask(MESSAGES, body)
     told = events(server, MESSAGES, body)
+    wants_one = choice.get("tool_choice", {}).get("disable_parallel_tool_use")
+    assert (MessagesBody(**body).chat().get("parallel_tool_calls") is False) == bool(
+        wants_one)
     assert told[0]["type"] == "message_start" and told[-1]["type"] == "message_stop"
     blocks: list[dict] = []
     for one in told:
