@@ -73,13 +73,20 @@ class Language(Controls):
     @model_validator(mode="after")
     def pass_over_hosted(self) -> "Language":
         """Tools that a provider hosts go to the fields that nobody knows: said once, or refused."""
-        given, self.tools = self.tools or [], []
-        for one in given:
-            if one.get("type") in FUNCTIONS:
-                self.tools.append(one)
+        self.tools = self._own(self.tools or [])
+        for group in self.tools:
+            if isinstance(group.get("tools"), list):  # else it is refused later
+                group["tools"] = self._own(group["tools"])
+        return self
+
+    def _own(self, tools: list) -> list:
+        kept = []
+        for one in tools:
+            if not isinstance(one, dict) or one.get("type") in FUNCTIONS:
+                kept.append(one)
             else:
                 self.model_extra[f"tools: {one['type']}"] = one
-        return self
+        return kept
 
     def chat(self) -> dict:
         """The fields of a `ChatBody`. Raises `BadRequest`."""

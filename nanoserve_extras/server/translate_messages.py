@@ -7,7 +7,8 @@
 
 A block of a result is a chat's message with the role "tool", and a user's turn may hold several of
 them and texts; a turn of the assistant with several calls is one message. An answer goes on with
-the assistant's words that end the conversation. Tokens that the prefix cache had are counted apart
+the assistant's words that end the conversation. No template knows that a result is an error, so its
+text begins with that word. Tokens that the prefix cache had are counted apart
 from the other ones of the prompt.
 """
 
@@ -76,8 +77,9 @@ class CountBody(Language):
             for block in texts(message["content"]):
                 kind = block.get("type")
                 if kind == "tool_result":
+                    said = [dict(type="text", text="Error:")] if block.get("is_error") else []
                     yield dict(role="tool", tool_call_id=block.get("tool_use_id"),
-                               content=texts(block.get("content")))
+                               content=said + texts(block.get("content")))
                 elif kind == "tool_use":
                     yield dict(role=role, content=rest, tool_calls=called(
                         block.get("id"), block.get("name"), block.get("input")))

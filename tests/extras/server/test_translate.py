@@ -236,15 +236,19 @@ def test_a_custom_tool_is_a_function_of_one_text_and_back(server):
 def test_what_a_provider_hosts_is_passed_over_and_said_once(server, capsys):
     """Codex sends web_search, and its calls in the history, with no setting but the address."""
     hosted = [dict(type="web_search"), dict(type="local_shell"), dict(type="mcp", server_label="x")]
+    within = [dict(type="file_search")]
     plain = dict(input=ITEMS, tools=FUNCTIONS, max_output_tokens=1)
     searched = dict(type="web_search_call", id="w", status="completed", action=dict(query="q"))
     count = server.ask(RESPONSES, plain)[1]["usage"]["input_tokens"]
     for more in (dict(tools=FUNCTIONS + hosted), dict(input=[searched, *ITEMS]), dict(
             tools=FUNCTIONS[1:] + hosted, input=[*ITEMS, dict(
-                type="additional_tools", role="developer", tools=[*FUNCTIONS[:1], *hosted])])):
+                type="additional_tools", role="developer", tools=[*FUNCTIONS[:1], *hosted])]), dict(
+            tools=[dict(type="namespace", name="all", tools=FUNCTIONS + within)])):
         status, answer = server.ask(RESPONSES, plain | more)
         assert status == 200 and answer["usage"]["input_tokens"] == count
-        assert answer["tools"] == more.get("tools", FUNCTIONS)[:-3] or "tools" not in more
+        tools = more.get("tools", FUNCTIONS + hosted)
+        assert answer["tools"] == tools[:-3] or answer["tools"] == [
+            tools[0] | dict(tools=FUNCTIONS)]
     for kind in ("bash_20250124", "web_search_20250305"):
         status, _ = server.ask(MESSAGES, dict(messages=TURNS[:1], max_tokens=1, tools=[
             *BLOCKS, dict(type=kind, name="bash")]))
@@ -256,8 +260,17 @@ def test_what_a_provider_hosts_is_passed_over_and_said_once(server, capsys):
         for more in ([], ran)]
     assert counts[0] == counts[1] and counts[0]["input_tokens"] > 9
     said = capsys.readouterr().err
-    for one in (*hosted, dict(type="bash_20250124")):
+    for one in (*hosted, *within, dict(type="bash_20250124")):
         assert said.count(f"tools: {one['type']}'") == 1
+
+
+def test_a_result_that_is_an_error_says_so_to_the_model():
+    """Templates have no place for `is_error`, which was lost."""
+    for content in ("404", [dict(type="text", text="404")]):
+        block = dict(type="tool_result", tool_use_id="call_1", content=content, is_error=True)
+        [message] = MessagesBody(max_tokens=1, messages=[
+            dict(role="user", content=[block])]).chat()["messages"]
+        assert [one["text"] for one in message["content"]] == ["Error:", "404"]
 
 
 def test_claude_codes_first_line_is_left_out(server):
