@@ -226,37 +226,6 @@ def test_a_buffer_waits_for_its_own_copy_and_no_other():
     assert len(addresses) == 1, "on the device a number keeps its address"
 
 
-def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
-    """Two decodes in a batch for four: the padding sees no keys, writes to no slot, and leaves its
-    sample in a place that no row has. Every tensor lies where the full batch has it."""
-    staged = BatchBuilder(6, 24, MAX_LEN, 4, CPU, staged=True)
-    seqs = [make_sequence(i, range(10 * i, 10 * i + 5), temperature=.5, top_k=3, min_p=.5)
-            for i in range(4)]
-    for row, seq in enumerate(seqs):
-        seq.row, seq.block_table = row + 1, [3 + row, 9]
-    full = staged.build(Step(0, dict.fromkeys(seqs, 1), [4] * 4, seqs), Size(4, 4))
-    addresses = {name: getattr(full, name).data_ptr() for name in SECTIONS}
-    step = Step(1, dict.fromkeys(seqs[2:], 1), [4, 4], seqs[2:])
-    batch = staged.build(step, Size(4, 4))
-    assert (full.graph, batch.graph) == (Size(4, 4), Size(4, 4)) and not staged.build(step).graph
-    batch = staged.build(step, Size(4, 4))
-    assert (batch.num_decodes, len(batch.query_lens), batch.num_tokens) == (4, 4, 4)
-    assert batch.input_ids.tolist() == [24, 34, 0, 0]
-    assert batch.slot_mapping.tolist() == [36, 36, -1, -1]
-    assert batch.seq_lens.tolist() == [5, 5, 0, 0]
-    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 2, 2]
-    assert batch.logits_indices.tolist() == [0, 1, 0, 0]
-    assert batch.sample_rows.tolist() == [3, 4, -1, -1]  # rows are 0 to 5
-    assert batch.temperature.tolist() == [.5, .5, 0, 0]
-    assert batch.top_k.tolist() == [3, 3, 0, 0]
-    for name, off in dict(seeds=0, top_p=1, min_p=0).items():
-        assert getattr(batch, name)[2:].tolist() == [off, off], name
-    assert batch.block_tables.tolist() == [[5, 9], [6, 9], [0, 0], [0, 0]]
-    for name in list(SECTIONS)[:12]:  # the others are empty, or as wide as a table
-        assert getattr(batch, name).data_ptr() == addresses[name], name
-        assert getattr(batch, name).shape == getattr(full, name).shape, name
-
-
 def test_a_batch_of_rows_with_drafts_is_padded_behind_the_last_of_them():
     """Two rows, the first with three drafts, in a batch of four rows and eight tokens. A decode
     comes first; samples are in the order of the rows. What an extra says of each row is in the

@@ -118,6 +118,8 @@ BAD_PROMPTS = [
     ("", "empty"), ({"prompt": ""}, "empty"), ({"prompt_token_ids": []}, "empty"),
     ([[]], "empty"), ([""], "empty"), ({}, "prompt_token_ids"),
     ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
+    ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+    ({"prompt": "a", "cache_salt": 5}, "cache_salt"),
     ([VOCAB_SIZE], rf"token id {VOCAB_SIZE}"),
     ([5, -1, 7], "token id -1"), ({"prompt_token_ids": [3, 10 ** 12]}, "token id 1000"),
     ({"prompt": "a", "promt_token_ids": [1]}, "got .*promt_token_ids"),

@@ -72,12 +72,8 @@ def test_an_unsupported_architecture_is_named_with_the_reason(dummy, architectur
 @pytest.mark.parametrize("architectures", [[], None])
 def test_a_config_without_an_architecture_is_told_the_supported_ones(dummy, architectures):
     write_json(dummy / "config.json", architectures=architectures, model_type="mamba")
-    with pytest.raises(ValueError, match="mamba") as error:
+    with pytest.raises(ValueError, match="mamba.*LlamaForCausalLM, .*Gemma3ForCausalLM"):
         start(dummy)
-    assert ("LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, MiMoForCausalLM, "
-            "Qwen3ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM, Gemma2ForCausalLM, "
-            "Gemma3ForCausalLM"
-            ) in str(error.value)
 
 
 def test_a_checkpoint_in_an_unsupported_dtype_can_be_run_in_another(dummy):

@@ -41,14 +41,6 @@ def test_a_chat_that_was_tokenized_outside_is_a_prompt(llm):
     assert drain(llm)["one"][-1].outputs[0].token_ids == ours.outputs[0].token_ids
 
 
-def test_what_else_vllm_puts_into_a_prompt_is_refused(llm):
-    for word, value, why in (("cache_salt", "", "cache_salt"), ("cache_salt", 5, "cache_salt"),
-                             ("multi_modal_data", {"image": 1}, "a prompt: .* not supported")):
-        with pytest.raises(ValueError, match=f"prompt 1: {why}"):
-            run(llm, ["Hello", {"prompt": "Hello", word: value}], greedy())
-    assert len(run(llm, {"prompt": "Hello", "cache_salt": None}, greedy())) == 1
-
-
 # --------------------------------------------------------------------- logprobs
 
 
@@ -134,7 +126,8 @@ def test_keywords_that_are_missing_here(llm, call, given):
 
 
 def test_keywords_that_ask_for_nothing(llm):
-    [out] = llm.generate("Hello", greedy(2), use_tqdm=False, lora_request=None, priority=None)
+    [out] = llm.generate({"prompt": "Hello", "cache_salt": None}, greedy(2), use_tqdm=False,
+                         lora_request=None, priority=None)
     [chat] = llm.chat(MESSAGES, greedy(2), use_tqdm=False, tools=None, lora_request=None,
                       chat_template_content_format="auto", mm_processor_kwargs=None)
     assert out.finished and chat.finished

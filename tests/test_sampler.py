@@ -222,14 +222,14 @@ def drawn(twin, logits: torch.Tensor, us: list[float]) -> list[int]:
 EDGES = [0.0, 2.0 ** -40, 1 - 2.0 ** -40]
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 7, 64, 260, 777, 1024, 1536])
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 64, 260, 777, 1024, 1536, 151936])
 def test_the_draw_is_the_inverse_cdf(twin, vocab_size):
     """Even rows, in which 1, 2, 4, ... tokens are possible, add up without rounding, in any order
     and in any parts: the draw equals the plain loop, at every boundary too. So does it in uneven
     ones, but for numbers that lie on a boundary up to rounding."""
     rng = random.Random(vocab_size)
     rows, us = [], []
-    for _ in range(40):
+    for _ in range(40 if vocab_size < 2000 else 2):  # the last is Qwen's vocabulary
         weights = [0] * vocab_size
         for _ in range(4096):  # crowded in a few places: many tokens and whole parts have nothing
             weights[int(rng.random() ** 4 * vocab_size)] += 1
@@ -263,15 +263,6 @@ def test_a_token_without_probability_is_never_drawn(twin, vocab_size):
         tokens = torch.tensor(drawn(twin, logits, [u] * s))
         assert (logits.gather(-1, tokens[:, None]) > -math.inf).all(), u
     assert drawn(twin, logits, [0.0] * s) == (logits > -math.inf).int().argmax(-1).tolist()
-
-
-def test_a_large_vocabulary_is_drawn_from_evenly(twin):
-    """151,936 equal tokens (Qwen's vocabulary) in 16 stretches: no part is preferred."""
-    vocab_size, tokens = 151936, []
-    for positions in torch.arange(400).split(100):
-        tokens.append(twin.draw(torch.zeros(100, vocab_size), torch.ones(100),
-                                torch.full((100,), 7), positions))
-    assert_distributed(torch.cat(tokens).numpy() // (vocab_size // 16), [1 / 16] * 16)
 
 
 # ----------------------------------------------------------------- the batch

@@ -310,20 +310,6 @@ def run(*asks: Ask, seen: Counter | None = None, **workload) -> Counter:
     return seen
 
 
-# ------------------------------------------------------------------ the stories
-
-
-def test_a_prompt_that_was_evicted_and_comes_back():
-    """A block was reused while its old hash still pointed at it: a later request read another
-    request's KV (nano-vllm #163). Fill the cache, evict, ask again, with the cache on and off."""
-    first, filler = FAMILIES[0][:15], [10] * 14
-    for caching in (True, False):
-        seen = run(Ask(first, 4), Ask(first, 4, arrival=8), Ask(filler, 4, arrival=16),
-                   Ask(first, 4, arrival=24), Ask(filler, 4, arrival=32), num_blocks=5,
-                   block_size=4, caching=caching)
-        assert seen["hit"] == (1 if caching else 0), "only the second finds its prompt unharmed"
-
-
 # ---------------------------------------------------- the scheduler, at random
 
 
