@@ -21,10 +21,3 @@ def test_the_integers_are_those_of_a_run():
 @pytest.mark.parametrize("name, file", STOPS)
 def test_a_stop_is_a_function_of_its_file(name, file):
     find(ast.parse((ROOT / file).read_text()), name)
-
-
-def test_overlap_changes_no_text_for_five_reasons():
-    reasons = PAGE[PAGE.index("## Why overlap"):]
-    assert [int(n) for n in re.findall(r"^(\d)\. ", reasons, re.M)] == [1, 2, 3, 4, 5]
-    each = re.split(r"^\d\. ", reasons, flags=re.M)[1:]
-    assert all("](../nanoserve/" in reason for reason in each)

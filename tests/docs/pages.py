@@ -40,13 +40,13 @@ def rows_of(text: str) -> list[list[str]]:
 def run(*command: str) -> str:
     """What `python` prints with these arguments, `-c` and a program or `-m` and a module. It runs
     here: a process of its own would import torch and transformers once more, for 2 s."""
-    import torch  # some of the pages' tests need none
-
     # On the CPU, as in the pages: a GPU may round an example's text into another one. As a user
     # runs it, without an audit after every step.
+    torch = sys.modules.get("torch")  # some of the pages' tests need none
     with (contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.chdir(ROOT),
           mock.patch.dict(os.environ, {"NANOSERVE_CHECK": "", "CUDA_VISIBLE_DEVICES": ""}),
-          mock.patch.object(torch.cuda, "is_available", lambda: False),
+          mock.patch.object(torch.cuda, "is_available", lambda: False) if torch else (
+              contextlib.nullcontext()),
           mock.patch.object(sys, "argv", list(command))):
         option, what, *arguments = command
         if option == "-c":

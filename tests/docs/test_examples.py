@@ -43,15 +43,14 @@ def assert_engines_apart_write_what_one_writes(shown: str) -> None:
     """All full blocks but that of the last token came from the first engine, until it was killed.
     """
     tale = "The fisherman told the children a story. " * 8
-    prompts, expected = [tale + "It began:", tale + "It ended:", "A bell rang. " * 20], []
+    prompts = [tale + "It began:", tale + "It ended:", "A bell rang. " * 20]
     with LLM(dtype="float32", enable_prefix_caching=False) as llm:
-        for i, output in enumerate(llm.generate(
-                prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)):
-            num_tokens = len(output.prompt_token_ids)
-            num_found = (num_tokens - 1) // 16 * 16 if i < 2 else 0
-            expected.append(f"{num_found} of {num_tokens} tokens came, then "
-                            f"{output.outputs[0].text!r}\n")
-    assert shown == "".join(expected)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    lengths = [len(output.prompt_token_ids) for output in outputs]
+    found = [*((length - 1) // 16 * 16 for length in lengths[:2]), 0]
+    assert shown == "".join(
+        f"{num_found} of {length} tokens came, then {output.outputs[0].text!r}\n"
+        for num_found, length, output in zip(found, lengths, outputs, strict=True))
 
 
 @pytest.mark.full

@@ -9,8 +9,6 @@ from collections import Counter
 import pytest
 from pages import ROOT, read
 
-from course.scratch import tasks
-
 pytestmark = pytest.mark.floor
 PAGES = ["README.md", *(f"course/{name}.md"
                         for name in ("before", "from_naive", "walk", "exercises", "museum"))]
@@ -77,23 +75,6 @@ def test_a_link_to_a_page_in_english_says_so(page):
     links = re.findall(r"\]\(([^)\s#]+\.md)(?:#[^)]*)?\)(.{4}|)", read(translated(page)))
     for link, behind in links:
         assert link.endswith(".zh.md") or link == own or behind == "（英文）", link
-
-
-@pytest.mark.parametrize("kind", ["exercise", "bug"])
-def test_exercises_and_bugs_are_the_same_in_both_languages(kind):
-    chinese = tasks(kind, ".zh.md")
-    for number, one in tasks(kind).items():
-        other = chinese[number]
-        for name in ("file", "names", "checks", "old", "new"):
-            assert getattr(one, name) == getattr(other, name)
-        assert len(one.folded) == len(other.folded)
-
-
-def test_words_are_those_of_the_field():
-    """In Latin letters, as engineers write them; so the glossary has no Chinese for them."""
-    for page in PAGES:
-        found = re.findall("词元|提示词|坐等|握着|[空闲父满]块|块表|这一步", read(translated(page)))
-        assert not found, f"{page}: {found}"
 
 
 def test_the_glossary_has_both_languages():
