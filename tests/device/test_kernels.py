@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from poison import POISON, Launches, as_kernels_have_it, make_batch, poisoned_cache
+from poison import Launches, as_kernels_have_it, make_batch, poisoned_cache
 from torch.testing import assert_close
 
 from nanoserve import ops
@@ -137,14 +137,17 @@ def to_device(batch, first: int = 3, spare: int = 5) -> None:
 def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads, head_dim,
                         block_size, dtype=torch.float32, window=None, softcap=None, sinks=False,
                         image=0, seed=0, stored=None, **how):
-    # The cache is the middle of a larger one, and padding of the tables points behind its end.
+    # The cache is the middle of a larger one. Padding of the tables points behind its end, and so
+    # does what a window has left behind.
     caches = poisoned_cache(num_blocks + 8, block_size, heads[1], head_dim, tables, query_lens,
                             seq_lens, seed, window)
     plain = [ops.quantised(cache) if stored else cache.to(dtype) for cache in caches]
     k_cache, v_cache = (as_kernels_have_it(cache).to(DEVICE)[:num_blocks] for cache in plain)
     before = k_cache.clone(), v_cache.clone()
-    q = torch.randn(sum(query_lens), heads[0], head_dim, device=DEVICE,
-                    generator=torch.Generator(DEVICE).manual_seed(seed + 1)).to(dtype)
+    # q, k and v come out of one product: rows of q are further apart than q is wide.
+    wide = torch.full((sum(query_lens), heads[0] + 2 * heads[1], head_dim), torch.nan, dtype=dtype,
+                      device=DEVICE)
+    q = wide[:, :heads[0]].normal_(generator=torch.Generator(DEVICE).manual_seed(seed + 1))
     batch, scale = make_batch(tables, query_lens, seq_lens), 1.3 * head_dim ** -0.5
     sinks = torch.randn(heads[0]).mul(3) if sinks else None
     last = None if not image else torch.tensor([  # images, whose tokens see each other
@@ -152,7 +155,9 @@ def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads,
         for n, seq_len in zip(query_lens, seq_lens, strict=True)
         for position in range(seq_len - n, seq_len)], dtype=torch.int32)
     expected = twin(q.cpu(), *plain, batch, scale, window, softcap, sinks, last)
-    for row, seq_len in enumerate(seq_lens):
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        first = max(0, seq_len - query_len + 1 - window) if window else 0  # that any query sees
+        batch.block_tables[row, :first // block_size] = num_blocks + 3
         batch.block_tables[row, -(-seq_len // block_size):] = num_blocks + 3
     to_device(batch, first=3 + seed)
     got = attend(q, k_cache, v_cache, batch, scale, window, softcap,
@@ -192,16 +197,42 @@ def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype
             sinks=rng.choice((False, True)), image=rng.choice((0, 17, 70)))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("heads, head_dim, block_size", SHAPES[1:6:2] + [((2, 1), 20, 5)], ids=str)
-def test_keys_and_values_of_8_bits(attend, heads, head_dim, block_size, dtype):
-    """Scales of slots that no row may read are poison, too."""
-    rng = random.Random(head_dim)
-    query_lens, seq_lens = [1, 1, 20, 60], [1, 200, 150, 60]
-    assert_equals_twins(
-        attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size, dtype,
-        stored=torch.int8, splits=rng.choice((1, 4)), arch=rng.choice(("sm_75", "sm_80", "sm_90")),
-        window=rng.choice((None, 70)), softcap=rng.choice((None, 3.0)), sinks=head_dim == 128)
+HALF, INT8 = dict(dtype=torch.float16), dict(stored=torch.int8)
+CHUNKS, FEW = ([1, 1, 20], [33, 150, 100]), ([1, 2, 5, 25, 3], [99, 2, 260, 90, 66])
+SHORT = [1, 1, 33, 2, 16, 64, 15, 3, 31, 17, 32, 2, 33, 16, 3]
+
+
+@pytest.mark.parametrize("lens, heads, head_dim, block_size, how", [
+    *((([1, 1, 30, 40], [200, 64, 30, 290]), (4, 2), 32, 16, dict(window=window, splits=splits))
+      for window in (1, 16, 63, 64, 65, 100, 1000) for splits in (1, 2)),
+    *((CHUNKS, (4, 2), 48, block_size, dict(splits=2)) for block_size in (1, 5, 24, 128)),
+    *((CHUNKS, *sizes, 16, dict(splits=2) | kind) for kind in ({}, HALF)
+      for sizes in (((2, 1), 256), ((20, 1), 32), ((2, 2), 20))),
+    # Tiles are numbered so that rows can be searched; some numbers belong to no tile.
+    ((SHORT, SHORT), (8, 1), 32, 16, {}),
+    # Drafts of some rows beside decodes: a tile holds all queries of a row, or part of them.
+    (FEW, (8, 1), 64, 16, HALF | dict(splits=4, arch="sm_75")),
+    *((FEW, (5, 1), 32, 16, dict(splits=splits, window=40, softcap=3.0, sinks=True, arch="sm_90"))
+      for splits in (1, 4)),
+    # A long row is split beside short ones. Its parts are of 128 keys; what a row without keys for
+    # a part would have written is NaN.
+    (([1] * 5, [9, 500, 128, 1, 129]), (4, 2), 32, 16, dict(long=4)),
+    (([1] * 5, [9, 500, 128, 1, 129]), (4, 2), 32, 16, INT8 | dict(long=4, window=200)),
+    (([1, 3, 3, 3, 3], [1, 9, 500, 128, 129]), (4, 2), 32, 16, dict(long=4, splits=2, sinks=True)),
+    (([1, 2, 2, 2, 2], [1, 9, 500, 128, 129]), (4, 2), 32, 16, dict(
+        long=4, window=390, softcap=3.0, image=70)),
+    # Keys and values of 8 bits: scales of slots that no row may read are poison, too.
+    (FEW, (4, 2), 32, 16, INT8 | dict(splits=1, window=70, arch="sm_90")),
+    *((([1, 1, 20, 60], [1, 200, 150, 60]), *sizes, kind | INT8 | how) for kind in ({}, HALF)
+      for *sizes, how in (((4, 2), 64, 16, dict(splits=4, arch="sm_75")),
+                          ((5, 1), 128, 16, dict(window=70, sinks=True, arch="sm_80")),
+                          ((4, 2), 128, 64, dict(softcap=3.0, splits=4, arch="sm_90")),
+                          ((2, 1), 20, 5, dict(window=70, splits=4, softcap=3.0)))),
+], ids=str)
+def test_shapes_on_the_edges_of_tiles_windows_and_splits(attend, lens, heads, head_dim, block_size,
+                                                         how):
+    assert_equals_twins(attend, *cut(random.Random(head_dim), *lens, block_size), heads, head_dim,
+                        block_size, **how)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
@@ -211,64 +242,6 @@ def test_decodes_on_both_sides_of_every_boundary(attend, seq_len, splits):
     tables, num_blocks = cut_tables(random.Random(seq_len), [seq_len, 70], 16)
     assert_equals_twins(attend, tables, [1, 1], [seq_len, 70], num_blocks, (4, 2), 32, 16,
                         splits=splits, sinks=seq_len % 2 == 0)
-
-
-@pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 100, 1000])
-def test_windows_of_decodes_and_chunks(attend, window):
-    rng, query_lens, seq_lens = random.Random(window), [1, 1, 30, 40], [200, 64, 30, 290]
-    for splits in (1, 2):
-        assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), (4, 2), 32,
-                            16, window=window, splits=splits)
-
-
-def test_blocks_that_a_window_has_left_behind_are_not_read(attend):
-    """Their entries in the table may be anything: here, a block full of poison."""
-    rng, query_lens, seq_lens, window = random.Random(0), [1, 39], [300, 290], 44
-    tables, num_blocks = cut_tables(rng, seq_lens, 16, spare=0)
-    caches = poisoned_cache(num_blocks + 1, 16, 1, 32, tables, query_lens, seq_lens)
-    q = torch.randn(40, 2, 32, device=DEVICE)
-    batch = make_batch(tables, query_lens, seq_lens)
-    expected = twin(q.cpu(), *caches, batch, 0.2, window)
-    batch.block_tables[0, :16] = num_blocks  # its query sees 256 to 299: from block 16 on
-    batch.block_tables[1, :13] = num_blocks  # its first query stands at 251, sees from 208 on
-    to_device(batch)
-    for splits in (1, 2):
-        got = attend(q, *(c.to(DEVICE) for c in caches), batch, 0.2, window, splits=splits)
-        assert_close(got.cpu(), expected, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("block_size", [1, 5, 24, 128])
-def test_any_block_size_is_right(attend, block_size):
-    rng, query_lens, seq_lens = random.Random(block_size), [1, 1, 37], [1, 150, 100]
-    assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, block_size), (4, 2),
-                        48, block_size, splits=2)
-
-
-@pytest.mark.parametrize("heads, head_dim", [((2, 1), 256), ((20, 1), 32), ((2, 2), 20)], ids=str)
-def test_wide_heads_large_groups_and_odd_sizes(attend, heads, head_dim):
-    rng, query_lens, seq_lens = random.Random(head_dim), [1, 1, 20], [33, 150, 100]
-    for dtype in TOLERANCE:
-        assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), heads,
-                            head_dim, 16, dtype, splits=2)
-
-
-def test_many_short_rows_find_their_tiles(attend):
-    """Tiles are numbered so that rows can be searched; some numbers belong to no tile."""
-    rng = random.Random(3)
-    query_lens = [1, 1] + [rng.choice((2, 3, 15, 16, 17, 31, 32, 33, 64)) for _ in range(13)]
-    assert_equals_twins(attend, *cut(rng, query_lens, query_lens, 16), (8, 1), 32, 16)
-
-
-@pytest.mark.parametrize("heads, head_dim, dtype, how", [
-    ((8, 1), 64, torch.float16, dict(arch="sm_75")), ((5, 1), 32, torch.float32, dict(
-        window=40, softcap=3.0, sinks=True, arch="sm_90")),
-    ((4, 2), 32, torch.float32, dict(stored=torch.int8, window=70, arch="sm_90"))], ids=str)
-def test_rows_of_a_few_queries(attend, heads, head_dim, dtype, how):
-    """Drafts of some rows beside decodes: a tile holds all queries of a row, or part of them."""
-    rng, query_lens, seq_lens = random.Random(head_dim), [1, 2, 5, 25, 3], [99, 2, 260, 90, 66]
-    for splits in (1, 4) if len(how) > 1 else (4,):
-        assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), heads, head_dim, 16,
-                            dtype, splits=splits, **how)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -287,19 +260,6 @@ def test_padding_behind_the_tokens_of_rows_with_drafts_yields_zeros(attend, spli
     got = attend(q, *caches, padded, 0.2, splits=splits)
     assert torch.equal(got[9:], torch.zeros(5, 4, 32, device=DEVICE))
     assert_close(got[:9], attend(q[:9], *caches, small, 0.2), rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("splits, query_len, how", [
-    (1, 1, dict()), (2, 3, dict(sinks=True)), (1, 1, dict(window=200, stored=torch.int8)),
-    (1, 2, dict(window=390, softcap=3.0, image=70))], ids=str)
-def test_a_long_row_is_split_beside_short_ones(attend, splits, query_len, how):
-    """Its parts are of 128 keys; what a row without keys for a part would have written is NaN."""
-    rng, seq_lens = random.Random(splits), [9, 500, 128, 1, 129]
-    query_lens = [min(query_len, n) for n in seq_lens]
-    order = sorted(range(5), key=lambda row: query_lens[row] > 1)
-    query_lens, seq_lens = [query_lens[row] for row in order], [seq_lens[row] for row in order]
-    assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), (4, 2), 32, 16,
-                        splits=splits, long=4, **how)
 
 
 def test_large_scores_do_not_overflow(attend):
@@ -332,39 +292,7 @@ def test_a_cache_of_more_than_2_31_numbers(attend):
     assert_close(got.double(), expected, rtol=4e-3, atol=4e-3)
 
 
-def test_queries_may_be_a_slice_of_a_wider_product(attend):
-    """q, k and v come out of one matrix product: rows of q are further apart than q is wide."""
-    tables, num_blocks = cut_tables(random.Random(0), [90, 33], 16)
-    caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, [1, 33],
-                                                     [90, 33])]
-    wide = POISON[torch.zeros(34, 8, 32, dtype=torch.int64)].to(DEVICE)
-    wide[:, :4] = torch.randn(34, 4, 32, device=DEVICE)
-    batch = make_batch(tables, [1, 33], [90, 33])
-    to_device(batch)
-    for splits in (1, 2):
-        got = attend(wide[:, :4], *caches, batch, 0.2, splits=splits)
-        assert_close(got, attend(wide[:, :4].contiguous(), *caches, batch, 0.2, splits=splits))
-
-
 # ----------------------------------------------------------- graphs, splits
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-def test_rows_of_padding_yield_zeros_and_disturb_nobody(attend, splits):
-    """A graph's batch is a bucket: 3 rows here, 5 of padding with whatever tables and queries."""
-    seq_lens = [40, 129, 1]
-    tables, num_blocks = cut_tables(random.Random(1), seq_lens, 16)
-    caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, [1] * 3,
-                                                     seq_lens)]
-    padded = make_batch(tables + [[10 ** 6]] * 5, [1] * 8, seq_lens + [0] * 5)
-    padded.cu_seqlens_q.fill_(-1)  # not read for decodes
-    small = make_batch(tables, [1] * 3, seq_lens)
-    q = torch.full((8, 4, 32), torch.nan, device=DEVICE)
-    q[:3] = torch.randn(3, 4, 32, device=DEVICE)
-    to_device(padded), to_device(small)
-    got = attend(q, *caches, padded, 0.2, splits=splits)
-    assert torch.equal(got[3:], torch.zeros(5, 4, 32, device=DEVICE))
-    assert_close(got[:3], attend(q[:3], *caches, small, 0.2, splits=splits), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -392,6 +320,7 @@ def test_a_padded_step_equals_the_operations_on_its_rows(attend, splits):
     small = make_batch(tables, [1] * 3, seq_lens)
     expected = step(ops, ops.paged_attention, 3, small, copies)
     padded = make_batch(tables + [[10 ** 6]] * 5, [1] * 8, seq_lens + [0] * 5)
+    padded.cu_seqlens_q.fill_(-1)  # not read for decodes
     to_device(padded)
     got = step(kernels, partial(attend, splits=splits), 8, padded, caches)
     assert_close(got[:3], expected, rtol=2e-5, atol=2e-5)
@@ -437,5 +366,3 @@ def test_the_number_of_splits(monkeypatch):
                 assert splits in (1, 2, 4, 8, 16, 32)
                 assert splits == 1 or splits * rows * kv_heads <= wanted
                 assert splits == 32 or 2 * splits * rows * kv_heads > wanted
-    assert [kernels._num_splits(rows, 8, 2 * 132) for rows in (1, 8, 16, 32)] == [32, 4, 2, 1]
-    assert [kernels._num_splits(rows, 8, 32 * 132) for rows in (8, 32, 255)] == [32, 16, 2]
