@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from dummy_engines import assert_serves
+from dummy_engines import start as start_engine
 
-import nanoserve
-from nanoserve.config import EngineConfig
+import nanoserve.device
+from nanoserve import ops
 from nanoserve.device import build
-from nanoserve.device.choice import fit_to_device
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
                                 reason="needs g++")
@@ -120,19 +121,6 @@ def test_several_processes_build_it_once(home, log):
     assert compilations(log) == 1
 
 
-def test_an_interrupted_build_leaves_nothing_that_could_be_loaded(home, monkeypatch):
-    set_compiler(home, monkeypatch, 'for last; do :; done\ncase "$*" in *-shared*) '
-                 'echo half > "$last"; exit 1;; esac\nexec g++ "$@"')
-    with pytest.raises(build.BuildError):
-        build.load()
-    assert not libraries(home)
-    monkeypatch.delenv("CXX")
-    assert build.load().answer() == 42
-
-
-# ------------------------------------------------------------------------- privacy
-
-
 DAMAGES = {"empty": lambda library: b"", "another": lambda library: b"\x7fELF and no more",
            "cut": lambda library: library[:len(library) // 2],
            "overwritten": lambda library: library[:-1000] + bytes(1000)}
@@ -151,39 +139,19 @@ def test_a_damaged_library_is_built_anew(home, log):
         assert answer() == 42 and compilations(log) == compiled, name
 
 
-@pytest.mark.parametrize("lacks", ["a home", "a temporary folder"])
-def test_without_a_place_to_keep_it_there_are_words(home, log, lacks, monkeypatch):
-    """A container's user may have no home at all, for which Python raises a RuntimeError."""
-    def fail(*_, **__):
-        raise RuntimeError("Could not determine home directory.") if lacks == "a home" else (
-            FileNotFoundError("No usable temporary directory found"))
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", fail)
-    if lacks == "a home":
-        assert build.load().answer() == 42
-    else:
-        monkeypatch.setattr(build, "cache_folder", lambda: None)
-        monkeypatch.setattr(build.tempfile, "mkdtemp", fail)
-        with pytest.raises(build.BuildError, match="No usable temporary directory"):
-            build.load()
-
-
-@pytest.mark.parametrize("variable", ["CXX", "CXXFLAGS"])
-def test_half_a_quote_is_named(home, monkeypatch, variable):
-    monkeypatch.setenv(variable, "g++ '-DX")
-    with pytest.raises(build.BuildError, match=f"{variable}=.*No closing quotation"):
-        build.load()
-
-
-@pytest.mark.parametrize("flaw", ["open to others", "a link", "no folder"])
+@pytest.mark.parametrize("flaw", ["open to others", "a link", "no folder", "no home"])
 def test_a_folder_that_others_could_change_is_not_used(home, log, flaw, monkeypatch):
     """A temporary folder takes its place, and nothing of it stays."""
-    own = home / "tmp"
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    own, folder = home / "tmp", home / "cache" / "nanoserve"
     own.mkdir()
     monkeypatch.setattr(build.tempfile, "tempdir", str(own))
-    folder = home / "cache" / "nanoserve"
-    if flaw == "no folder":  # as on a home that can't be written to
+    if flaw == "no home":  # a container's user may have none
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", homeless)
+    elif flaw == "no folder":  # as on a home that can't be written to
         (home / "cache").write_text("a file")
     else:
         real = home / "real" if flaw == "a link" else folder
@@ -222,37 +190,34 @@ def test_flags_are_no_shell_commands(home, log, monkeypatch):
 # ------------------------------------------------------------- what can go wrong
 
 
-def test_without_a_compiler_the_remedy_is_named(home, monkeypatch):
+NO_LIBRARY = '''while [ $# -gt 1 ]; do [ "$1" = -o ] && echo no > "$2"
+shift; done'''
+INTERRUPTED = '''for last; do :; done
+case "$*" in *-shared*) echo half > "$last"; exit 1;; esac
+exec g++ "$@"'''
+
+
+@pytest.mark.parametrize("environment, script, says", [
+    (dict(CXX="g++ '-DX"), None, "CXX=.*No closing quotation"),
+    (dict(CXXFLAGS="g++ '-DX"), None, "CXXFLAGS=.*No closing quotation"),
+    (dict(PATH="nowhere"), None, r"no C\+\+ compiler.*CXX"),
+    (dict(CXX="nowhere/to/be/found"), None, "CXX"),
+    (dict(CXXFLAGS="-Danswer=+"), None, r"(?s)g\+\+.*answer.cpp:1:"),
+    ({}, "exec sleep 60", "CXX"), ({}, NO_LIBRARY, "can't be kept or loaded"),
+    ({}, INTERRUPTED, "failed")], ids=str)
+def test_what_fails_is_named_and_leaves_nothing_that_could_be_loaded(home, monkeypatch,
+                                                                     environment, script, says):
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(home))
-    with pytest.raises(build.BuildError, match=r"C\+\+ compiler.*CXX"):
-        build.load()
-
-
-def test_a_compiler_that_fails_is_quoted(home, monkeypatch):
-    build.SOURCE.write_text("this is no C++")
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(build.BuildError, match=r"g\+\+.*answer.cpp:1:1: error"):
-        build.load()
-    assert not libraries(home)
-
-
-@pytest.mark.parametrize("compiler", ["sleep 60", "nowhere/to/be/found"])
-def test_a_compiler_that_hangs_or_is_missing_is_given_up(home, monkeypatch, compiler):
-    monkeypatch.setattr(build, "SECONDS", 0.2)
-    if compiler.startswith("sleep"):
-        set_compiler(home, monkeypatch, "exec sleep 60")
-    else:
-        monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(build.BuildError, match="CXX"):
-        build.load()
-
-
-def test_what_is_no_library_is_an_error_with_words(home, monkeypatch):
-    set_compiler(home, monkeypatch, 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo no > "$2"\n'
-                 'shift; done')
-    with pytest.raises(build.BuildError, match="can't be kept or loaded"):
-        build.load()
+    with monkeypatch.context() as patch:
+        if script:
+            set_compiler(home, patch, script)
+            patch.setattr(build, "SECONDS", 0.2 if "sleep" in script else 300)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(build.BuildError, match=says):
+            build.load()
+    assert script == NO_LIBRARY or not libraries(home)
+    assert build.load().answer() == 42
 
 
 def run(script: str, *arguments: str, **environment) -> subprocess.CompletedProcess:
@@ -261,28 +226,17 @@ def run(script: str, *arguments: str, **environment) -> subprocess.CompletedProc
                           check=False)
 
 
-def test_where_it_can_not_be_built_the_engine_says_so_and_runs(tmp_path):
-    """One line with the reason, and the same text."""
-    script = ("llm = nanoserve.LLM(dtype='float32', num_gpu_blocks_override=64); "
-              "ids = llm.generate('Once upon', nanoserve.SamplingParams(temperature=0, "
-              "max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids")
-    broken = run(f"import nanoserve; {script}; print(ids)", CXX="false",
-                 XDG_CACHE_HOME=str(tmp_path))
-    lines = [line for line in broken.stderr.splitlines() if "compiler" in line]
-    assert broken.returncode == 0 and len(lines) == 1, broken.stderr
-    assert "kernels='torch'" in lines[0]
-    exec(script, here := {"nanoserve": nanoserve})
-    assert broken.stdout == f"{here['ids']}\n"
-
-
-def test_by_name_it_is_an_error(monkeypatch):
-    def fail(name):
-        raise build.BuildError("the C++ compiler g++ failed: words of its own")
-
-    monkeypatch.setattr("nanoserve.device.choice.namespace", fail)
-    config = EngineConfig(model="m", kernels="cpu", device="cpu", dtype="float32")
+def test_where_it_can_not_be_built_the_engine_says_so_and_runs(dummy, monkeypatch, capsys):
+    """And it is an error where it was asked for."""
+    monkeypatch.delitem(sys.modules, "nanoserve.device.cpu", raising=False)
+    monkeypatch.delattr(nanoserve.device, "cpu", raising=False)
+    monkeypatch.setenv("CXX", "false")
+    engine = start_engine(dummy, dtype="float32", num_gpu_blocks_override=8)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "compiler" in line]
+    assert "kernels='torch'" in line and engine.runner.ops is ops
+    assert_serves(engine)
     with pytest.raises(ValueError, match="kernels='cpu'.*'torch'"):
-        fit_to_device(config, config)
+        start_engine(dummy, kernels="cpu")
 
 
 # --------------------------------------------------------------------- the real source

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -123,60 +124,36 @@ def test_a_compiler_makes_the_instructions_of_the_loop(tmp_path):
     assert not re.search(r"\bv?(mul|fmadd)\w+ps\b", text)
 
 
-@pytest.fixture
-def asked(home, log, monkeypatch):  # noqa: F811
-    """On a CPU that has them by its compiler's words. Returns a function: how often Linux was asked
-    when two libraries were built, as it gives or refuses them."""
-    build.tiles_for.cache_clear()
+def test_linux_is_asked_once_before_a_library_with_tiles_is_loaded(home, log, monkeypatch):  # noqa: F811
+    """On a CPU that has them by its compiler's words."""
+    calls = []
+    monkeypatch.setattr(build, "tiles_for", cache(build.tiles_for.__wrapped__))
+    monkeypatch.setattr(build, "may_use_tiles", lambda: calls.append(1) or True)
     monkeypatch.delenv("NANOSERVE_TILES", raising=False)
     set_compiler(home, monkeypatch, 'echo "$@" >> "$log"\n'
                  'case "$*" in *-dM*) echo "#define __AMX_BF16__ 1";; esac\nexec g++ "$@"')
-
-    def build_two(gives: bool) -> tuple[int, str]:
-        calls = []
-        monkeypatch.setattr(build, "may_use_tiles", lambda: calls.append(1) or gives)
-        for _ in range(2):
-            assert build.load().answer() == 42
-        return len(calls), log.read_text()
-
-    yield build_two
-    build.tiles_for.cache_clear()
+    for _ in range(2):
+        assert build.load().answer() == 42
+    assert len(calls) == 1 and log.read_text().count("-DMATRIX_TILES -shared") == 1
 
 
-def test_linux_is_asked_once_before_a_library_with_tiles_is_loaded(asked, capfd):
-    calls, commands = asked(gives=True)
-    assert calls == 1 and commands.count("-DMATRIX_TILES -shared") == 1
-    assert "matrix tiles" not in capfd.readouterr().err
-
-
-def test_who_asks_for_none_gets_none_and_linux_is_not_asked(asked, monkeypatch):
-    monkeypatch.setenv("NANOSERVE_TILES", "0")
-    calls, commands = asked(gives=True)
-    assert calls == 0 and "MATRIX_TILES" not in commands
-
-
-def test_where_linux_refuses_them_it_is_said_once_and_products_go_without(asked, capfd):
-    """An old kernel, a sandbox. Without asking, the first tile would end the process."""
-    calls, commands = asked(gives=False)
-    assert calls == 1 and "MATRIX_TILES" not in commands
-    assert capfd.readouterr().err.count("Linux refuses them") == 1
-
-
-@pytest.mark.skipif(HAS_AMX, reason="this CPU has them")
-def test_where_the_cpu_has_none_linux_is_not_asked(monkeypatch, capfd):
-    monkeypatch.delenv("NANOSERVE_TILES", raising=False)
-    build.tiles_for.cache_clear()
-    assert not build.tiles_for(False)
-    assert capfd.readouterr().err == ""  # nobody has asked for them
-    monkeypatch.setenv("NANOSERVE_TILES", "1")
-    monkeypatch.setattr(build, "may_use_tiles", None)
-    build.tiles_for.cache_clear()
-    assert not build.tiles_for(False) and "this CPU has none" in capfd.readouterr().err
+@pytest.mark.parametrize("has_them, asked, linux, takes, says", [
+    (True, "", [True], True, ""), (True, "1", [True], True, ""), (True, "0", [], False, ""),
+    (True, "", [False], False, "Linux refuses"), (False, "", [], False, ""),
+    (False, "1", [], False, "this CPU has none"), (False, "0", [], False, "")])
+def test_tiles_are_taken_where_the_cpu_has_them_and_linux_gives_them(monkeypatch, capsys, has_them,
+                                                                     asked, linux, takes, says):
+    """Without asking, the first tile would end the process: an old kernel or a sandbox refuses.
+    linux: its answers, each to one question."""
+    tiles_for = cache(build.tiles_for.__wrapped__)
+    monkeypatch.setenv("NANOSERVE_TILES", asked)
+    monkeypatch.setattr(build, "may_use_tiles", linux.pop)
+    assert tiles_for(has_them) == tiles_for(has_them) == takes
+    said = capsys.readouterr().err.splitlines()
+    assert not linux and len(said) == bool(says) and all(says in line for line in said)
     monkeypatch.setenv("NANOSERVE_TILES", "yes")
-    build.tiles_for.cache_clear()
     with pytest.raises(build.BuildError, match="NANOSERVE_TILES='yes'"):
-        build.tiles_for(False)
-    build.tiles_for.cache_clear()
+        build.tiles_for.__wrapped__(has_them)
 
 
 # ------------------------------------------------------------- beside torch's own
