@@ -1,6 +1,5 @@
 """The choice of the device, its dtype and its kernels; a slow path is never silent."""
 
-import dataclasses
 import re
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dummy_engines import start
+from helpers import write_json
 
 from nanoserve import ops
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -15,6 +15,16 @@ from nanoserve.config import EngineConfig
 from nanoserve.device import choice
 from nanoserve.device.choice import fit_to_device, pick_device
 from nanoserve.frontend.defaults import resolve
+
+
+@pytest.fixture
+def fit(dummy):
+    """`fit_to_device` of a small model on a device, for these options of an engine."""
+    def fit(on: str, **options):
+        asked = EngineConfig(model="none", **options)
+        return fit_to_device(resolve(asked, on, ModelConfig.from_folder(dummy)), asked)
+
+    return fit
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, dummy):
@@ -53,7 +63,7 @@ def test_a_gpu_is_chosen_by_its_number(cards):
 
 @pytest.mark.parametrize("capability, runs", [
     ((7, 5), False), ((8, 0), True), ((8, 6), True), ((9, 0), True), ((12, 0), True)])
-def test_a_gpu_for_which_torch_has_no_code_is_named(cards, dummy, capability, runs):
+def test_a_gpu_for_which_torch_has_no_code_is_named(cards, fit, capability, runs):
     """sm_80 is code for all 8.x, compute_90 is compiled for whatever comes later. Without either
     the first kernel of torch's own was an error in the middle of loading."""
     cards[0] = capability
@@ -61,8 +71,7 @@ def test_a_gpu_for_which_torch_has_no_code_is_named(cards, dummy, capability, ru
     if not runs:
         with pytest.raises(ValueError, match="card 0.*7.5.*sm_80 sm_90a"):
             pick_device("cuda")
-        asked = EngineConfig(model="none", kernels="torch")
-        fitted, [said] = fit_to_device(resolve(asked, "cpu", ModelConfig.from_folder(dummy)), asked)
+        fitted, [said] = fit("cpu", kernels="torch")
         assert fitted.device == "cpu" and "card 0" in said and "slower" in said
 
 
@@ -71,7 +80,7 @@ def test_a_gpu_for_which_torch_has_no_code_is_named(cards, dummy, capability, ru
     ("12.8", "The NVIDIA driver on your system is too old (found version 11040)",
      "CUDA 12.8.*too old"),
     ("12.8", None, "nvidia-smi")])
-def test_a_gpu_that_torch_cannot_see_is_told(monkeypatch, tmp_path, dummy, built_for, error, says):
+def test_a_gpu_that_torch_cannot_see_is_told(monkeypatch, tmp_path, fit, built_for, error, says):
     """A trace of its driver is there, and once the engine ran on the CPU without a word."""
     def init():
         if error is not None:
@@ -83,107 +92,66 @@ def test_a_gpu_that_torch_cannot_see_is_told(monkeypatch, tmp_path, dummy, built
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    asked = EngineConfig(model="none", kernels="torch")
-    config = resolve(asked, "cpu", ModelConfig.from_folder(dummy))
-    assert fit_to_device(config, asked)[1] == []
+    assert fit("cpu", kernels="torch")[1] == []
     trace.touch()
-    [said] = fit_to_device(config, asked)[1]
+    [said] = fit("cpu", kernels="torch")[1]
     assert re.search(f"nvidiactl.*{says}.*CPU", said)
-    assert fit_to_device(config, dataclasses.replace(asked, device="cpu"))[1] == []
+    assert fit("cpu", kernels="torch", device="cpu")[1] == []
     with pytest.raises(ValueError, match=f"device='cuda'.*{says}"):
         pick_device("cuda")
 
 
-def test_a_card_without_bfloat16_gets_float16(dummy, monkeypatch):
-    """bf16 unavailable (compute capability 7.5) must still work; not tested on such a card."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+def set_card(monkeypatch, *capability: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
-    config = ModelConfig.from_folder(dummy)
-
-    def fit(device, **options):
-        asked = EngineConfig(model="none", kernels="torch", **options)
-        return fit_to_device(dataclasses.replace(
-            resolve(asked, device, config), dtype="bfloat16"), asked)
-
-    fitted, said = fit("cuda")
-    assert fitted.dtype == "float16" and "an old card has no bfloat16" in said[0]
-    assert fit("cpu")[0].dtype == "bfloat16"
-    with pytest.raises(ValueError, match='dtype="bfloat16".*an old card.*"float16"'):
-        fit("cuda", dtype="bfloat16")
-
-
-def test_a_gpu_without_triton_says_so_and_works_without(dummy, monkeypatch):
-    """132 tok/s instead of 9,500, and no warning (nano-vllm #245): a slow path is never silent."""
-    def no_triton(name):
-        raise ImportError("No module named 'triton'")
-
-    monkeypatch.setattr(choice, "namespace", no_triton)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    config = ModelConfig.from_folder(dummy)
-    asked = EngineConfig(model="none")
-    fitted, said = fit_to_device(resolve(asked, "cuda", config), asked)
-    assert fitted.kernels == "torch" and "No module named 'triton'" in said[0] and "slow" in said[0]
-    asked = EngineConfig(model="none", kernels="triton")
-    with pytest.raises(ValueError, match="kernels='triton'.*No module.*'torch'"):
-        fit_to_device(resolve(asked, "cuda", config), asked)
-
-
-def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
-    """An old card takes plain torch's way with a line that says so, and it is an error if kernels
-    were asked for. So does a GPU where TRITON_INTERPRET was forgotten: kernels in Python are
-    thousands of times slower."""
-    config, capability = ModelConfig.from_folder(dummy), [(7, 0)]
-    interpreted = SimpleNamespace(INTERPRETED=False)
-    monkeypatch.setattr(choice, "namespace", lambda name: interpreted)
-    monkeypatch.setattr(choice, "first_kernel", lambda device: "")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
-
-    def fit(kernels: str):
-        asked = EngineConfig(model="none", kernels=kernels)
-        return fit_to_device(resolve(asked, "cuda", config), asked)
-
-    fitted, said = fit("auto")
-    assert fitted.kernels == "torch" and "an old card is older" in said[0] and "slow" in said[0]
-    with pytest.raises(ValueError, match="kernels='triton'.*an old card.*kernels='torch'"):
-        fit("triton")
-    capability[0] = (7, 5)
-    assert fit("triton")[0].kernels == "triton" and not fit("auto")[1]
-    interpreted.INTERPRETED = True
-    fitted, said = fit("auto")
-    assert fitted.kernels == "torch" and "TRITON_INTERPRET is set" in said[0]
-    assert "unset it" in said[0] and "slow" in said[0]
-    with pytest.raises(ValueError, match="TRITON_INTERPRET.*kernels='torch'"):
-        fit("triton")
-
-
-@pytest.mark.parametrize("kernel, reason", [
-    (lambda *_: 1 / 0, "ZeroDivisionError.*python3-dev"),
-    (lambda x, weight, eps: x, "wrong numbers")])
-def test_a_first_kernel_that_fails_is_a_reason(dummy, monkeypatch, kernel, reason):
-    """Triton can be imported without a C compiler, Python.h and libcuda.so.1, and needs them when a
-    kernel is launched: public reports of three engines end in that traceback."""
-    twin = SimpleNamespace(INTERPRETED=False, rms_norm=kernel)
-    monkeypatch.setattr(choice, "namespace", lambda name: twin)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
-    asked = EngineConfig(model="none", dtype="float32")
-    config = resolve(asked, "cuda", ModelConfig.from_folder(dummy))
-    fitted, [said] = fit_to_device(config, asked)
-    assert fitted.kernels == "torch" and re.search(f"{reason}.*'torch'", said)
-    with pytest.raises(ValueError, match=f"kernels='triton'.*{reason}"):
-        fit_to_device(config, dataclasses.replace(asked, kernels="triton"))
-    twin.rms_norm = ops.rms_norm
-    assert fit_to_device(config, asked) == (config, [])
+
+
+def test_a_card_without_bfloat16_gets_float16(dummy, fit, monkeypatch):
+    """bf16 unavailable (compute capability 7.5) must still work; not tested on such a card."""
+    write_json(dummy / "config.json", dtype="bfloat16")
+    set_card(monkeypatch, 7, 5)
+    fitted, said = fit("cuda", kernels="torch")
+    assert fitted.dtype == "float16" and "an old card has no bfloat16" in said[0]
+    assert fit("cpu", kernels="torch", dtype="bfloat16")[0].dtype == "bfloat16"
+    with pytest.raises(ValueError, match='dtype="bfloat16".*an old card.*"float16"'):
+        fit("cuda", kernels="torch", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("capability, interpreted, kernel, reason", [
+    ((8, 0), None, None, "No module named 'triton'"),
+    ((7, 0), False, ops.rms_norm, "an old card is older"),
+    # Where it was forgotten. Kernels in Python are thousands of times slower.
+    ((7, 5), True, ops.rms_norm, "TRITON_INTERPRET is set.*unset it"),
+    # Triton can be imported without a C compiler, Python.h and libcuda.so.1, and needs them when a
+    # kernel is launched: public reports of three engines end in that traceback.
+    ((8, 0), False, lambda *_: 1 / 0, "ZeroDivisionError.*python3-dev"),
+    ((8, 0), False, lambda x, weight, eps: x, "wrong numbers"),
+    ((7, 5), False, ops.rms_norm, None)])
+def test_a_gpu_that_cannot_run_kernels_says_so(fit, monkeypatch, capability, interpreted, kernel,
+                                               reason):
+    """132 tok/s instead of 9,500, and no warning (nano-vllm #245): a slow path is never silent, and
+    an error where kernels were asked for."""
+    def namespace(name):
+        if interpreted is None:
+            raise ImportError("No module named 'triton'")
+        return SimpleNamespace(INTERPRETED=interpreted, rms_norm=kernel)
+
+    monkeypatch.setattr(choice, "namespace", namespace)
+    set_card(monkeypatch, *capability)
+    fitted, said = fit("cuda", dtype="float32")
+    assert fitted.kernels == ("torch" if reason else "triton") and len(said) == bool(reason)
+    if reason:
+        assert re.search(f"{reason}.*'torch'.*slow", said[0])
+        with pytest.raises(ValueError, match=f"kernels='triton'.*{reason}.*kernels='torch'"):
+            fit("cuda", dtype="float32", kernels="triton")
 
 
 @pytest.mark.parametrize("device, kernels, reason, instead", [
     ("cuda", "cpu", "CPU", "triton"),
     ("cpu", "triton", ".*TRITON_INTERPRET=1", "cpu")])
-def test_kernels_for_another_device_are_refused(dummy, monkeypatch, device, kernels, reason,
-                                                instead):
+def test_kernels_for_another_device_are_refused(fit, monkeypatch, device, kernels, reason, instead):
     monkeypatch.setattr(choice, "namespace", lambda name: SimpleNamespace(INTERPRETED=False))
-    asked = EngineConfig(model="none", kernels=kernels, dtype="float32")
     with pytest.raises(ValueError, match=f"kernels='{kernels}'.*{reason}.*kernels='{instead}'"):
-        fit_to_device(resolve(asked, device, ModelConfig.from_folder(dummy)), asked)
+        fit(device, kernels=kernels, dtype="float32")
