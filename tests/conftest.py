@@ -15,6 +15,7 @@ import random
 import re
 import signal
 import sys
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def remember_trials() -> None:
         def get(self, key):
             return {}
 
-    trial.remembered = lambda folder: Passed()
+    trial.remembered = wraps(trial.remembered)(lambda folder: Passed())
 
 
 def pytest_runtest_setup(item):

@@ -48,9 +48,14 @@ def test_a_cache_has_no_block_too_many(dummy, kernels):
         assert_serves(llm)
 
 
-def test_no_room_for_one_block_is_refused_with_the_numbers(dummy):
-    with pytest.raises(ValueError, match=f"{BLOCK_BYTES:,} .*{BLOCK_BYTES - 1:,} .*kv_cache"):
-        start(dummy, kv_cache_memory_bytes=BLOCK_BYTES - 1)
+@pytest.mark.parametrize("options, there", [
+    (dict(kv_cache_memory_bytes=BLOCK_BYTES - 1), f"{BLOCK_BYTES - 1:,} .*kv_cache"), ({}, "0 ")])
+def test_no_room_for_one_block_is_refused_with_the_numbers(dummy, monkeypatch, options, there):
+    """Memory used by *other* processes made the block count negative (voxcpm #27). Saying the size
+    outright still works."""
+    monkeypatch.setattr(memory, "free_cpu_memory", lambda: 0)
+    with pytest.raises(ValueError, match=f"{BLOCK_BYTES:,} bytes.* {there}"):
+        start(dummy, **options)
     assert_serves(start(dummy, kv_cache_memory_bytes=BLOCK_BYTES))
 
 
@@ -86,78 +91,49 @@ print(kept)
     assert done.stdout.strip() == str(platform.libc_ver()[0] == "glibc")
 
 
-def test_memory_taken_by_others_is_an_error_and_not_a_negative_number_of_blocks(dummy, monkeypatch):
-    """Memory used by *other* processes made the block count negative (voxcpm #27)."""
-    monkeypatch.setattr(memory, "free_cpu_memory", lambda: 0)
-    with pytest.raises(ValueError, match=f"{BLOCK_BYTES:,} bytes.* 0 "):
-        start(dummy)
-    assert_serves(start(dummy, num_gpu_blocks_override=4))  # saying the size outright still works
-
-
 GIB = 2 ** 30
 
 
-class FakeGpu:
-    """A card of 80 GiB: what the driver and torch say about its memory before, during and after the
-    largest step. All in GiB."""
-
-    def __init__(self, others: float, weights: float, step: float):
-        self.others, self.weights, self.step, self.peak, self.log = others, weights, step, None, []
-
-    def run_largest_step(self) -> None:
-        self.log.append("step")
-        self.peak = self.weights + self.step
-
-    def install(self, monkeypatch) -> None:
-        """Memory that torch holds without using it is gone after empty_cache."""
-        def say(name, value=None):
-            def answer(*args):
-                self.log.append(name)
-                return value() if value else None
-            monkeypatch.setattr(torch.cuda, name, answer)
-
-        held = [0.5]  # GiB in torch's cache that nobody uses
-        say("empty_cache", lambda: held.__setitem__(0, 0))
-        say("reset_peak_memory_stats")
-        say("synchronize")
-        say("max_memory_allocated", lambda: int(self.peak * GIB))
-        say("memory_reserved", lambda: int((self.weights + held[0]) * GIB))
-        say("mem_get_info", lambda: (
-            int((80 - self.others - self.weights - held[0]) * GIB), 80 * GIB))
-
-
-def gpu_blocks(dummy, monkeypatch, gpu: FakeGpu, **options) -> int:
-    """The number of blocks on a GPU that is made up."""
+def gpu_blocks(dummy, monkeypatch, others: float, weights: float, step: float,
+               **options) -> int:
+    """The number of blocks on a card of 80 GiB that is made up. others, weights, step: GiB that
+    are in use, the last one while the largest step runs, which must be between two looks."""
     config = ModelConfig.from_folder(dummy)
     asked = EngineConfig(model="none", load_format="dummy", kernels="torch", max_num_seqs=8,
                          max_model_len=256, **options)
-    engine = resolve(asked, "cuda", config)
-    runner = ModelRunner(dataclasses.replace(engine, device="cpu"), config, dummy)
+    runner = ModelRunner(dataclasses.replace(resolve(asked, "cuda", config), device="cpu"), config,
+                         dummy)
     runner.device = torch.device("cuda")
-    gpu.install(monkeypatch)
-    monkeypatch.setattr(runner, "run_largest_step", gpu.run_largest_step)
+    log, unused = [], [0.5]  # GiB that torch holds without using them, until empty_cache
+    answers = dict(
+        reset_peak_memory_stats=lambda: None, synchronize=lambda: None,
+        empty_cache=lambda: unused.__setitem__(0, 0),
+        max_memory_allocated=lambda: int((weights + step) * GIB),
+        memory_reserved=lambda: int((weights + unused[0]) * GIB),
+        mem_get_info=lambda: (int((80 - others - weights - unused[0]) * GIB), 80 * GIB))
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name, answer=answer: (
+            log.append(name) or answer()))
+    monkeypatch.setattr(runner, "run_largest_step", lambda: (
+        log.append("step"), unused.__setitem__(0, 0.5)))
     monkeypatch.setattr(memory, "MIN_CACHE_TOKENS", 2 ** 40)  # nobody asks for less
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    return runner.count_kv_blocks()
+    num_blocks = runner.count_kv_blocks()
+    order = [name for name in log if name not in ("empty_cache", "memory_reserved", "mem_get_info")]
+    assert not order or order == [
+        "reset_peak_memory_stats", "step", "synchronize", "max_memory_allocated"]
+    return num_blocks
 
 
 def test_a_gpus_cache_is_what_the_largest_step_leaves(dummy, monkeypatch):
     """0.9 * 80 GiB, less 3 of others, 8 of weights and 2.5 that the largest step takes for a while:
-    58.5 GiB. The step is run between the two looks at torch's peak."""
-    gpu = FakeGpu(others=3, weights=8, step=2.5)
-    assert gpu_blocks(dummy, monkeypatch, gpu) == int(58.5 * GIB) // BLOCK_BYTES
-    order = [gpu.log.index(name) for name in (
-        "reset_peak_memory_stats", "step", "synchronize", "max_memory_allocated")]
-    assert order == sorted(order)
-    half = gpu_blocks(dummy, monkeypatch, FakeGpu(3, 8, 2.5), gpu_memory_utilization=0.5)
+    58.5 GiB."""
+    assert gpu_blocks(dummy, monkeypatch, 3, 8, 2.5) == int(58.5 * GIB) // BLOCK_BYTES
+    half = gpu_blocks(dummy, monkeypatch, 3, 8, 2.5, gpu_memory_utilization=0.5)
     assert half == int(26.5 * GIB) // BLOCK_BYTES
-    assert gpu_blocks(dummy, monkeypatch, gpu, kv_cache_memory_bytes=BLOCK_BYTES * 5) == 5
-
-
-def test_a_gpu_that_others_fill_is_an_error_with_the_numbers(dummy, monkeypatch):
-    """Memory used by *other* processes made the block count negative (voxcpm #27)."""
+    assert gpu_blocks(dummy, monkeypatch, 3, 8, 2.5, kv_cache_memory_bytes=BLOCK_BYTES * 5) == 5
     with pytest.raises(ValueError, match="memory_utilization=0.9 .*80.0 GB.*70.0 GB.*2.5 GB"):
-        gpu_blocks(dummy, monkeypatch, FakeGpu(others=70, weights=2, step=0.5))
+        gpu_blocks(dummy, monkeypatch, others=70, weights=2, step=0.5)
 
 
 @pytest.mark.parametrize("options, num_tokens", [
