@@ -12,7 +12,6 @@ from helpers import poisoned, sequence, watch_steps
 from kernel_modes import MODES, few
 
 from nanoserve import LLM, SamplingParams, ops
-from nanoserve.device.choice import namespace
 
 kernels = pytest.importorskip("nanoserve.device.kernels")
 
@@ -61,27 +60,6 @@ def test_no_layer_goes_around_the_kernels(checkpoints, monkeypatch, capsys):
         said = capsys.readouterr().err
         assert "triton attention" in said and "very slow" in said
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-
-
-def test_seeded_samples_do_not_depend_on_the_company(checkpoints):
-    """Gumbel noise is a function of seed, position and token: alone, in a batch, chunked."""
-    asked = [SamplingParams(temperature=t, seed=seed, max_tokens=5, ignore_eos=True, **filters)
-             for t, seed, filters in ((1, 1, {}), (.7, 2, dict(top_k=9)), (2, 1, dict(top_p=.8)))]
-    prompts = [[7, 8, 9], [3] * 20, [7, 8, 9]]
-    together = start(checkpoints["tiny"], max_num_batched_tokens=16, max_num_seqs=3)
-    alone = start(checkpoints["tiny"])
-    batch = together.generate(prompts, asked, use_tqdm=False)
-    for prompt, params, output in zip(prompts, asked, batch, strict=True):
-        single, = alone.generate([prompt], params, use_tqdm=False)
-        assert single.outputs[0].token_ids == output.outputs[0].token_ids
-    assert batch[0].outputs[0].token_ids != batch[2].outputs[0].token_ids
-
-
-def test_kernels_on_a_cpu_need_the_interpreter(checkpoints, monkeypatch):
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="kernels='triton'.*TRITON_INTERPRET=1"):
-        start(checkpoints["tiny"])
-    assert namespace("triton") is kernels
 
 
 def test_filters_reach_the_kernels():
