@@ -101,9 +101,9 @@ def find(tree: ast.Module, name: str) -> ast.FunctionDef:
     return node
 
 
-def tasks(kind: str, suffix: str = ".md") -> dict[str, Task]:
+def tasks(kind: str) -> dict[str, Task]:
     """Those of a page, by number."""
-    page = HERE / ({"exercise": "exercises", "bug": "museum"}[kind] + suffix)
+    page = HERE / {"exercise": "exercises.md", "bug": "museum.md"}[kind]
     found = {}
     for part in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.M)[1:]:
         head, body = part.split("\n", 1)

@@ -63,14 +63,6 @@ def test_no_second_copy_of_the_weights_is_fetched(monkeypatch, tmp_path):
     assert found == {*files[:3], "params.json", "tekken.json", "1_Pooling/config.json"}
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "/no/such/folder", "~/no folder", "nowhere"])
-def test_a_folder_that_does_not_exist(monkeypatch, name):
-    """The hub's own code sees the name here: whatever it says about it becomes a `ValueError`."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=f"model={name!r}"):
-        LLM(name)
-
-
 @pytest.mark.parametrize("name", ["./a", "/a/b", "../a", "~/a", "a/b/c"])
 def test_what_no_hub_id_looks_like_is_not_asked_for(monkeypatch, name):
     """It was an HFValidationError, about the characters of a name."""

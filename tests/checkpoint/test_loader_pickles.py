@@ -126,15 +126,6 @@ def test_a_file_that_wants_to_execute_something_is_refused(copy_of, tmp_path, ho
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("length", [0, 10, 3000, -40, -5000])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_truncated_pickle_is_named(copy_of, length, zipped):
-    file = pickled(copy_of("qwen3"), _use_new_zipfile_serialization=zipped) / "pytorch_model.bin"
-    file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(ValueError, match="pytorch_model.bin.*truncated"):
-        load(file.parent)
-
-
 @pytest.mark.parametrize("content", [
     [1, 2], {"state_dict": {"a": torch.zeros(2)}}, {5: torch.zeros(2)}, torch.zeros(2)], ids=str)
 def test_another_programs_pickle_is_refused(copy_of, content):

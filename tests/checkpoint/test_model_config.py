@@ -4,6 +4,8 @@ A feature that is silently left out gives fluent wrong text. What each family's 
 out, is in test_model_config_families.
 """
 
+import json
+
 import pytest
 from config_files import LLAMA, QWEN3, read, small_llama
 from ropes_by_hand import frequencies
@@ -73,8 +75,12 @@ def test_what_a_family_can_not_have_is_refused_by_name(family, entries, words):
 @pytest.mark.parametrize("config, dtype", [
     ({}, "float32"), (dict(torch_dtype="float16"), "float16"), (dict(dtype="bfloat16"), "bfloat16"),
     (dict(dtype="torch.bfloat16", torch_dtype="float32"), "bfloat16")])
-def test_both_spellings_of_the_dtype(config, dtype):
+def test_both_spellings_of_the_dtype(tmp_path, config, dtype):
+    """An override in either wins over the file."""
     assert ModelConfig.from_dict(LLAMA | config).dtype == dtype
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
+    for name in ("dtype", "torch_dtype"):
+        assert ModelConfig.from_folder(tmp_path, {name: "float64"}).dtype == "float64"
 
 
 @pytest.mark.parametrize("config, generation, expected", [

@@ -23,21 +23,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 RECIPES = {
     "default": {},
     "llama3": dict(rope_type="llama3", **LLAMA3),
-    "llama3, Llama 3.2": dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0,
-                              high_freq_factor=4.0, original_max_position_embeddings=8192),
     "llama3, blended soon": dict(rope_type="llama3", factor=4.0, low_freq_factor=2.0,
                                  high_freq_factor=3.0, original_max_position_embeddings=64),
     "linear": dict(rope_type="linear", factor=8.0),
-    "linear, factor 1": dict(rope_type="linear", factor=1.0),
     "yarn": dict(rope_type="yarn", factor=4.0),
     "yarn from 32": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
-    "yarn from 4096": dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=4096),
     "yarn from 131072": dict(rope_type="yarn", factor=2.0,  # every wave makes a turn
                              original_max_position_embeddings=131072),
     "yarn, not truncated": dict(rope_type="yarn", factor=4.0, truncate=False,
                                 original_max_position_embeddings=64),
-    "yarn, truncated": dict(rope_type="yarn", factor=4.0, truncate=True,
-                            original_max_position_embeddings=64),
     "yarn, other turns": dict(rope_type="yarn", factor=4.0, beta_fast=20.0, beta_slow=2.5,
                               original_max_position_embeddings=64),
     "yarn, factor given": dict(rope_type="yarn", factor=4.0, attention_factor=0.75),
@@ -121,69 +115,59 @@ def test_the_oldest_name_of_a_recipe_and_a_class_without_a_head_dim():
         assert_follows(read(family, rope_scaling=yarn).rope, yarn | dict(rope_theta=theta), 8)
 
 
-def test_an_override_in_one_spelling_wins_over_a_file_in_the_other(tmp_path):
-    def rope(**overrides) -> Rope:
-        return ModelConfig.from_folder(tmp_path, overrides).rope
-
-    llama3 = dict(rope_type="llama3", **LLAMA3)
-    (tmp_path / "config.json").write_text(json.dumps(
-        LLAMA | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))))
-    assert_follows(rope(rope_theta=5e5), dict(rope_theta=5e5))
-    assert_follows(rope(rope_scaling=llama3), llama3)
-    assert_follows(rope(rope_parameters=dict(rope_theta=9.0)), dict(rope_theta=9.0))
-    (tmp_path / "config.json").write_text(json.dumps(
-        LLAMA | dict(dtype="float32", rope_parameters=llama3 | dict(rope_theta=1e4))))
-    assert_follows(rope(rope_scaling=None), {})
-    assert ModelConfig.from_folder(tmp_path, dict(torch_dtype="bfloat16")).dtype == "bfloat16"
-    linear = dict(rope_type="linear", factor=8.0)
-    (tmp_path / "config.json").write_text(json.dumps(
-        LLAMA | dict(rope_theta=5e5, rope_scaling=llama3)))
-    assert_follows(rope(), llama3 | dict(rope_theta=5e5))
-    assert_follows(rope(rope_parameters=linear), linear | dict(rope_theta=5e5))
-    assert_follows(rope(rope_scaling=linear), linear | dict(rope_theta=5e5))
+def new(**recipe) -> dict:
+    return dict(rope_parameters=recipe)
 
 
-def test_a_scaling_by_override_replaces_the_files_and_keeps_its_theta(tmp_path):
-    """What the file says about another kind of scaling must not leak into the new one."""
-    llama3 = dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(rope_parameters=llama3)))
+def old(theta: float, **scaling) -> dict:
+    return dict(rope_theta=theta, rope_scaling=scaling or None)
 
-    def scaled(**scaling) -> Rope:
-        return ModelConfig.from_folder(tmp_path, dict(rope_scaling=scaling)).rope
 
-    yarn = dict(rope_type="yarn", rope_theta=5e5, factor=4.0)
-    assert_follows(scaled(type="yarn", factor=4.0, original_max_position_embeddings=32),
-                   yarn | dict(original_max_position_embeddings=32))
-    # Left out, it is max_position_embeddings (256), and not the 64 of the file's other scaling.
-    assert_follows(scaled(rope_type="yarn", factor=4.0),
-                   yarn | dict(original_max_position_embeddings=256))
-    with pytest.raises(ValueError, match="linear.*factor"):
-        scaled(rope_type="linear")
-    (tmp_path / "config.json").write_text(json.dumps(
-        LLAMA | dict(rope_parameters=dict(rope_theta=5e5, partial_rotary_factor=0.5))))
-    with pytest.raises(ValueError, match="partial_rotary_factor=0.5"):  # still refused
-        scaled(type="yarn", factor=4.0)
+LONG, LINEAR = dict(rope_type="llama3", **LLAMA3), dict(rope_type="linear", factor=8.0)
+YARN = dict(rope_type="yarn", factor=4.0)
+
+
+@pytest.mark.parametrize("file, overrides, recipe", [
+    (new(rope_type="default", rope_theta=1e4), dict(rope_theta=5e5), dict(rope_theta=5e5)),
+    (new(rope_type="default", rope_theta=1e4), dict(rope_scaling=LONG), LONG),
+    (new(rope_type="default", rope_theta=1e4), new(rope_theta=9.0), dict(rope_theta=9.0)),
+    (new(**LONG, rope_theta=1e4), dict(rope_scaling=None), {}),
+    (old(5e5, **LONG), {}, LONG | dict(rope_theta=5e5)),
+    (old(5e5, **LONG), new(**LINEAR), LINEAR | dict(rope_theta=5e5)),
+    (old(5e5, **LONG), dict(rope_scaling=LINEAR), LINEAR | dict(rope_theta=5e5)),
+    # Another kind of scaling: theta stays, and nothing else of the file's leaks into the new one.
+    # Left out, the length in training is max_position_embeddings (256), and not the file's 64.
+    (new(**LONG, rope_theta=5e5), dict(rope_scaling=YARN),
+     YARN | dict(rope_theta=5e5, original_max_position_embeddings=256)),
+    (new(**LONG, rope_theta=5e5), dict(rope_scaling=dict(
+        type="yarn", factor=4.0, original_max_position_embeddings=32)),
+     YARN | dict(rope_theta=5e5, original_max_position_embeddings=32)),
+    (new(**LONG, rope_theta=5e5), dict(rope_scaling=dict(rope_type="linear")), "linear.*factor"),
+    (new(rope_theta=5e5, partial_rotary_factor=0.5), dict(rope_scaling=YARN),
+     "partial_rotary_factor=0.5")], ids=str)
+def test_an_override_wins_over_the_file_in_either_spelling(tmp_path, file, overrides, recipe):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | file))
+    if isinstance(recipe, dict):
+        assert_follows(ModelConfig.from_folder(tmp_path, overrides).rope, recipe)
+    else:
+        with pytest.raises(ValueError, match=recipe):
+            ModelConfig.from_folder(tmp_path, overrides)
 
 
 @pytest.mark.parametrize("entries", [
-    dict(rope_parameters={FULL: dict(rope_type="default", rope_theta=1e6),
-                          SLIDING: dict(rope_type="default", rope_theta=1e4)}),
+    new(**{FULL: dict(rope_type="default", rope_theta=1e6),
+           SLIDING: dict(rope_type="default", rope_theta=1e4)}),
     dict(rope_theta=1e6, rope_local_base_freq=1e4)], ids=["new", "old"])
-def test_old_overrides_of_gemma_3s_two_ropes(tmp_path, entries):
+@pytest.mark.parametrize("overrides, full, sliding", [
+    ({}, {}, {}), (dict(rope_theta=7e5), dict(rope_theta=7e5), {}),
+    (dict(rope_local_base_freq=3e4), {}, dict(rope_theta=3e4)),
+    (dict(rope_scaling=LINEAR), LINEAR, {})], ids=str)
+def test_old_overrides_of_gemma_3s_two_ropes(tmp_path, entries, overrides, full, sliding):
     (tmp_path / "config.json").write_text(json.dumps(
         dict(architectures=["Gemma3ForCausalLM"]) | EMPTY | entries))
-
-    def assert_ropes(full: dict, sliding: dict, **overrides) -> None:
-        config = ModelConfig.from_folder(tmp_path, overrides)
-        assert_follows(config.rope, full, 256)
-        assert_follows(config.rope_local, sliding, 256)
-
-    global_, local = dict(rope_theta=1e6), dict(rope_theta=1e4)
-    assert_ropes(global_, local)
-    assert_ropes(dict(rope_theta=7e5), local, rope_theta=7e5)
-    assert_ropes(global_, dict(rope_theta=3e4), rope_local_base_freq=3e4)
-    linear = dict(rope_type="linear", factor=8.0)
-    assert_ropes(linear | global_, local, rope_scaling=linear)
+    config = ModelConfig.from_folder(tmp_path, overrides)
+    assert_follows(config.rope, dict(rope_theta=1e6) | full, 256)
+    assert_follows(config.rope_local, dict(rope_theta=1e4) | sliding, 256)
 
 
 def test_yarn_as_model_cards_give_it_stretches_the_longest_sequence():
