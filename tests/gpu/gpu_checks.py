@@ -8,6 +8,7 @@ from checkpoints import assert_same_text
 from helpers import poisoned
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.device.graphs import Size
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="torch sees no GPU")
@@ -43,6 +44,14 @@ def start(folder, **options) -> LLM:
     """In float32, with a cache full of NaN until it is written (graphs hold its address)."""
     return poisoned(LLM(folder, **dict(dtype="float32", num_gpu_blocks_override=64,
                                        max_num_seqs=12) | options))
+
+
+def watch_replays(engine) -> list[Size]:
+    """The sizes of the recordings that are replayed from here on."""
+    graphs, replayed = engine.runner.graphs, []
+    replay = graphs.replay
+    graphs.replay = lambda batch: replayed.append(Size(*batch.graph)) or replay(batch)
+    return replayed
 
 
 def assert_texts(outputs, references, name: str, where: str) -> None:

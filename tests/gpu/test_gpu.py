@@ -20,13 +20,12 @@ from test_hidden_drafts import make_head
 
 pytest.importorskip("triton")
 
-from gpu_checks import DEVICE, GREEDY, assert_texts, needs_gpu, start
+from gpu_checks import DEVICE, GREEDY, assert_texts, needs_gpu, start, watch_replays
 from helpers import sequence
 from kernel_modes import MODES, few
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.batch import BatchBuilder
-from nanoserve.device.graphs import Size
 from nanoserve.sequence import Step
 
 pytestmark = needs_gpu
@@ -60,10 +59,8 @@ def test_every_family_equals_transformers(checkpoints, references, prompts, name
 def test_graphs_equal_eager_for_every_batch_size(checkpoints, references):
     engines = {eager: start(checkpoints["qwen3"], max_num_seqs=20, num_gpu_blocks_override=128,
                             enforce_eager=eager) for eager in (False, True)}
-    graphs, replayed = engines[False].runner.graphs, []
-    replay = graphs.replay
-    graphs.replay = lambda batch: replayed.append(Size(*batch.graph)) or replay(batch)
-    decodes = [size for size in graphs.sizes if not size.drafts]
+    replayed = watch_replays(engines[False])
+    decodes = [size for size in engines[False].runner.graphs.sizes if not size.drafts]
     assert decodes[-1].rows == 20
     for count in [*range(1, 21), 3, 20]:
         prompts = [[10 * count + i, 7, 60 + i] + [40 + i] * (5 * i) for i in range(count)]
@@ -128,10 +125,7 @@ def test_drafts_in_graphs_equal_transformers(checkpoints, references, prompts, a
     if asked["method"] == "draft_model":
         asked = dict(asked, model=str(checkpoints["qwen3"]))
     engine = start(checkpoints["qwen3"], speculative_config=asked)
-    graphs, replayed = engine.runner.graphs, set()
-    replay = graphs.replay
-    graphs.replay = lambda batch: (
-        replayed.add(Size(*batch.graph)) or replay(batch))
+    replayed = watch_replays(engine)
     guard(engine)
     for some in (prompts, prompts[:1], [[5, 6, 7] * 4, *prompts[2:5]]):
         assert_texts(engine.generate(some, GREEDY, use_tqdm=False), references, "qwen3", "drafts")
@@ -145,13 +139,10 @@ def test_forced_tokens_in_graphs_equal_eager(checkpoints, prompts):
         json=dict(type="object", properties=dict(a_long_name=dict(type="integer")),
                   required=["a_long_name"], additionalProperties=False))),
               *[SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3]
-    texts, replayed = [], set()
+    texts, replayed = [], []
     for eager in (False, True):
         engine = start(checkpoints["qwen3"], enforce_eager=eager)
-        if not eager:
-            replay = engine.runner.graphs.replay
-            engine.runner.graphs.replay = lambda batch, replay=replay: (
-                replayed.add(Size(*batch.graph)) or replay(batch))
+        replayed = replayed if eager else watch_replays(engine)
         texts.append(ids_of(engine.generate(prompts[:4], params, use_tqdm=False)))
     assert texts[0] == texts[1] and any(size.drafts for size in replayed)
 
@@ -160,12 +151,10 @@ def test_adapters_in_graphs_equal_merged_weights(checkpoints, tmp_path):
     """Beside rows without, with drafts, and after others have been loaded."""
     voices = Adapters(checkpoints["qwen3"], tmp_path)
     voices.write(1, ["q_proj", "v_proj"]), voices.write(2, ALL, rank=8, scaling=1.0)
-    options, replayed = SMALL | dict(device="cuda", block_size=16), set()
+    options = SMALL | dict(device="cuda", block_size=16)
     with LLM(voices.base, **options, speculative_config=dict(
             method="ngram", num_speculative_tokens=3, prompt_lookup_max=1)) as llm:
-        replay = llm.runner.graphs.replay
-        llm.runner.graphs.replay = lambda batch: (
-        replayed.add(Size(*batch.graph)) or replay(batch))
+        replayed = watch_replays(llm)
         guard(llm)
         for seeds in ([1, None, 1], [None] * 3, [2, None, 1, 2, 1], [1, 2]):
             voices.check(llm, seeds)

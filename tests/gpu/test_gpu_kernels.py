@@ -224,31 +224,24 @@ def test_the_delta_rule(dtype):
 WIDTHS = [(6144, 4096), (4096, 12288), (151936, 1024), (100, 513), (1, 4096)]
 
 
+@pytest.mark.parametrize("size", [0, 32, 128, 24])  # of a group in 4 bits; 0: rows in int8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("outputs, inputs", WIDTHS)
-def test_int8_products(outputs, inputs, dtype):
-    weight = random_tensor(outputs, inputs, scale=inputs ** -.5)
-    check_products(TritonWeight.of(weight), round_rows(weight)[:], inputs, dtype)
-
-
-@pytest.mark.parametrize("size", [32, 128, 24])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("outputs, inputs", WIDTHS)
-def test_products_of_4_bits(outputs, inputs, dtype, size):
-    weight = random_tensor(outputs, inputs, scale=inputs ** -.5)
-    packed = TritonWeight.of(weight, size)
-    check_products(packed, round_groups(weight, size)[:].to(dtype), inputs, dtype)
-
-
-def check_products(packed, weight, inputs, dtype):
-    """Of rows around each tile's, twice: a product has the same bits every time. weight: what the
-    packed one means."""
-    weight, bias = weight.double(), random_tensor(len(weight), dtype=dtype)
+def test_products_of_small_weights(outputs, inputs, dtype, size):
+    """Of rows around each tile's, twice: a product has the same bits every time."""
+    weight, bias = random_tensor(outputs, inputs, scale=inputs ** -.5), random_tensor(
+        outputs, dtype=dtype)
+    packed, dense = TritonWeight.of(weight, size), dense_of(weight, size, dtype).double()
     for num_rows in (1, 16, 17, 64, 65, 300):
         x = random_tensor(num_rows, inputs, dtype=dtype)
         got = packed.linear(x, bias)
-        assert_near(got, x.double() @ weight.T + bias.double(), dtype)
+        assert_near(got, x.double() @ dense.T + bias.double(), dtype)
         assert torch.equal(packed.linear(x, bias), got)
+
+
+def dense_of(weight, size, dtype):
+    """What a packed weight means."""
+    return round_groups(weight, size)[:].to(dtype) if size else round_rows(weight)[:]
 
 
 @pytest.mark.parametrize("size", [0, 32, 128])
@@ -258,8 +251,7 @@ def test_each_expert_multiplies_its_own_rows(outputs, inputs, dtype, size):
     """Of 128, 28 have none. Few rows and many, which take other tiles."""
     weight = random_tensor(128, outputs, inputs, scale=inputs ** -.5)
     packed = TritonWeight.stacked([TritonWeight.of(one, size) for one in weight])
-    dense = [round_groups(one, size)[:].to(dtype) if size else round_rows(one)[:]
-             for one in weight]
+    dense = [dense_of(one, size, dtype) for one in weight]
     for num_rows in (1, 8, 300, 2048, 2049, 9000):
         x = random_tensor(num_rows, inputs, dtype=dtype)
         chosen = torch.arange(num_rows, device=DEVICE) * 37 % 100
