@@ -62,7 +62,7 @@ def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = No
 
 def look_up(ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     rows = packed.memory[0, ids // PANEL, :, ids % PANEL]  # (n, units)
-    return rows.view(packed.dtype)[:, :packed.shape[-1]]
+    return rows.view(packed.dtype)[:, :packed.shape[-1]].contiguous()  # units may be padded
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
