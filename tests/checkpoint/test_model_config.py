@@ -57,11 +57,8 @@ def test_experts_by_either_name():
 @pytest.mark.parametrize("family, entries, words", [
     ("Mixtral", dict(num_local_experts=2, num_experts_per_tok=3),
      "num_experts_per_tok=3 but num_experts=2"),
-    ("Qwen3Moe", dict(num_experts=7), "num_experts_per_tok=8 but num_experts=7"),
     ("Qwen3Moe", dict(num_experts=0), "num_experts .*got 0"),
-    ("Mixtral", dict(num_local_experts="8"), "num_local_experts .*got '8'"),
     ("Qwen3Moe", dict(decoder_sparse_step=0), "decoder_sparse_step .*got 0"),
-    ("Gemma2", dict(query_pre_attn_scalar="24"), "query_pre_attn_scalar.*'24'"),
     ("Gemma2", dict(attn_logit_softcapping="50"), "attn_logit_softcapping.*'50'"),
     ("Gemma2", dict(hidden_activation="relu"), "hidden_activation='relu'.*gelu_pytorch_tanh"),
     ("Gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
@@ -97,7 +94,6 @@ def test_all_eos_ids_of_both_files_end_a_text(config, generation, expected):
 
 @pytest.mark.parametrize("config, words", [
     (dict(hidden_act="gelu"), "hidden_act='gelu'.*silu"),
-    (dict(use_sliding_window=True, sliding_window=0), "sliding_window.*got 0"),
     (dict(use_sliding_window=True, layer_types=["full_attention"]), "layer_types"),
     (dict(use_sliding_window=True, layer_types=["full_attention", "chunked_attention"]),
      "layer_types=.*full_attention or sliding_attention"),
@@ -105,20 +101,16 @@ def test_all_eos_ids_of_both_files_end_a_text(config, generation, expected):
     (dict(is_causal=False), "is_causal=False"),
     (dict(hidden_act=["silu"]), "hidden_act.*silu"),
     (dict(max_window_layers="3"), "max_window_layers.*got '3'"),
-    (dict(layer_types=["chunked_attention"] * 2, sliding_window=None), "layer_types="),
     (dict(architectures=["Gemma2ForCausalLM"], query_pre_attn_scalar=0), "query_pre_attn_scalar"),
     (dict(architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=-1.0), "softcapping"),
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings.*'yes'"),
     (dict(use_bidirectional_attention="false"), "use_bidirectional_attention='false'"),
     (dict(per_layer_config={"0": dict(num_key_value_heads=1)}), "per_layer_config="),
     (dict(rms_norm_eps=-1), "rms_norm_eps.*got -1"),
-    (dict(rms_norm_eps="x"), "rms_norm_eps.*got 'x'"),
-    (dict(eos_token_id="</s>"), "eos_token_id='</s>'"),
     (dict(architectures="BertModel"), "BertModel"),
     (dict(num_key_value_heads=3), "num_attention_heads=4.*num_key_value_heads=3"),
     (dict(head_dim=15), "head_dim.*15"),
     (dict(hidden_size=None), "hidden_size.*got None"),
-    (dict(num_hidden_layers=0), "num_hidden_layers.*got 0"),
     (dict(vocab_size="many"), "vocab_size.*got 'many'"),
 ], ids=str)
 def test_what_is_not_implemented_is_refused_by_name(config, words):

@@ -89,7 +89,6 @@ def test_no_number_of_kv_heads_means_as_many_as_heads(family):
           norm_topk_prob=True)),
     ("Qwen3Moe", dict(num_experts=9, decoder_sparse_step=3, mlp_only_layers=[2, 11]),
      dict(moe_layers=tuple(i in (5, 8, 14, 17, 20, 23, 26, 29) for i in range(30)))),
-    ("Qwen3Moe", dict(head_dim=24), dict(head_dim=24)),
     ("Gemma2", dict(attn_logit_softcapping=None, final_logit_softcapping=None),
      dict(attention_softcap=None, logits_softcap=None)),
     ("Gemma2", dict(attn_logit_softcapping=7.5, query_pre_attn_scalar=144, sliding_window=11),

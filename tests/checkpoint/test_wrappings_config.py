@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from published import SIZES
 from ropes_by_hand import frequencies
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
@@ -30,10 +31,6 @@ def read(tmp_path, names=(), overrides=None, **entries) -> ModelConfig:
 
 def test_there_is_a_case_for_every_wrapping():
     assert [f"{name}{ENDING}" for name in OUTER] == [*WRAPPINGS]
-
-
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-         "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
 
 
 @pytest.mark.parametrize("kind, sizes, theta", [

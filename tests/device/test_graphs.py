@@ -250,10 +250,7 @@ def test_forced_tokens_among_recorded_steps(checkpoints, references, recorded):
     assert {size.drafts for size in recorded} == {False, True}
 
 
-@pytest.mark.parametrize("asked", [
-    dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1),
-    dict(method="draft_model", num_speculative_tokens=2)], ids=["ngram", "draft_model"])
-def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
+def test_drafts_among_recorded_steps(checkpoints, recorded):
     """Steps with drafts of some rows, or of all, are replayed as those between, and so are the
     decodes of a draft model. Drawn and filtered tokens go through the kernel that draws, several
     for a row."""
@@ -268,24 +265,14 @@ def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
 
     options = dict(depth=0, max_num_seqs=2)
     expected = texts(start(checkpoints["tiny"], **options))
-    if asked["method"] == "draft_model":
-        asked = dict(asked, model=str(checkpoints["tiny"]))
-    engine = start(checkpoints["tiny"], **options, speculative_config=asked)
+    engine = start(checkpoints["tiny"], **options, speculative_config=dict(
+        method="draft_model", model=str(checkpoints["tiny"]), num_speculative_tokens=2))
     turns, [propose] = iter(range(100)), engine.scheduler.hooks.draft
-
-    def guess(seq, most: int) -> list[int]:
-        """Every other time; in the place of n-grams two right tokens, and a wrong one."""
-        if next(turns) % 4 > 1:
-            return []
-        if asked["method"] == "draft_model":
-            return propose(seq, most)
-        text = expected[prompts.index(seq.token_ids[:seq.num_prompt_tokens])]
-        return [*text[len(seq.output_token_ids):][:2], 0][:most]
-
-    engine.scheduler.hooks.draft[:] = [guess]
-    engine.extra(Speculation).guesser.checked = lambda seq, num_right: None
+    # Every other time: a right token, and a wrong one.
+    engine.scheduler.hooks.draft[:] = [lambda seq, most: [] if next(turns) % 4 > 1 else [
+        *propose(seq, most)[:1], 0][:most]]
     recorded.clear()
     assert texts(engine) == expected
     assert engine.extra(Speculation).num_draft_tokens > 4
     assert {size.drafts for size in recorded} == {False, True}
-    assert {size.network for size in recorded} == {0, int(asked["method"] == "draft_model")}
+    assert {size.network for size in recorded} == {0, 1}

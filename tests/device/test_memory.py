@@ -4,8 +4,6 @@ import dataclasses
 import mmap
 import platform
 import re
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from dummy_engines import assert_serves, start
+from test_build import exit_code
+from test_build import start as start_process
 
 from nanoserve import SamplingParams, ops
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -68,27 +68,22 @@ def test_a_cpus_cache_takes_a_share_of_the_free_memory(dummy, monkeypatch, free,
     assert start(dummy, max_num_seqs=8).scheduler.blocks.num_blocks == num_blocks
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_freed_memory_is_kept_for_the_next_step():
-    """Resident memory before, with and after four tensors of 24 MB. Where nothing is asked of
-    glibc, they are mapped, and gone from the process when they are freed."""
-    script = """
-import torch
-from nanoserve.device.memory import keep_freed_memory
+    """Resident memory with four tensors of 24 MB, and when they are freed, in a process of its own.
+    Where nothing is asked of glibc it goes back to the system."""
+    def keeps() -> int:
+        assert memory.keep_freed_memory()
+        tensors = [torch.ones(6 * 2 ** 20) for _ in range(4)]
+        most = resident()
+        del tensors
+        return most - resident() < 2 ** 24
 
-def resident():  # in pages of 4 KB
-    return int(open("/proc/self/statm").read().split()[1])
+    assert exit_code(start_process(keeps)) == 1
 
-if kept := keep_freed_memory():
-    before = resident()
-    tensors = [torch.ones(6 * 2 ** 20) for _ in range(4)]
-    most = resident()
-    del tensors
-    assert most - before > 20000 and resident() - before > 20000, (before, most, resident())
-print(kept)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(platform.libc_ver()[0] == "glibc")
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 GIB = 2 ** 30
@@ -208,9 +203,6 @@ def test_what_is_read_again_and_again_lies_in_large_pages():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells")
 def test_memory_that_nothing_has_used_yet_costs_nothing():
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
     before = resident()
     cache = memory.zeros(256, 2 ** 20, dtype=torch.int8)
     assert resident() - before < 2 ** 24
