@@ -3,7 +3,7 @@
 Every launch is surrounded by poison: slots of the cache that no row may read, entries of the tables
 behind a sequence's blocks, rows of padding, the outputs and scratch before they are written. A
 batch's integers lie as in the engine: in one buffer, at any address, tables as wide as they can
-get. The second oracle is a softmax in float64 that knows nothing of blocks but where a position is.
+get. The twin itself is held against a softmax in float64 by tests/test_ops.py.
 
 The interpreter is exact about fp32 and fp16 alone: bf16 arithmetic is silently wrong there.
 """
@@ -27,33 +27,6 @@ from nanoserve.device import kernels
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GUARD = 64  # numbers on either side of an output that must stay as they were
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
-
-
-def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, window, softcap,
-                    sinks=None, last=None):
-    """In float64, a row and a KV head at a time, from keys picked one by one. A sink is a key by
-    itself, with a value of 0."""
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    out, at = torch.zeros(q.shape, dtype=torch.float64), 0
-    for table, query_len, seq_len in zip(tables, query_lens, seq_lens, strict=True):
-        slots = [(table[p // block_size], p % block_size) for p in range(seq_len)]
-        # (keys, kv_heads, head_dim); what a window has left behind is poison, and gets weight 0
-        k = torch.stack([k_cache[slot] for slot in slots]).double().nan_to_num(0, 0, 0)
-        v = torch.stack([v_cache[slot] for slot in slots]).double().nan_to_num(0, 0, 0)
-        position = torch.arange(seq_len - query_len, seq_len)[:, None]
-        key = torch.arange(seq_len)[None]
-        seen_to = position if last is None else last[at:at + query_len, None]
-        hidden = (key > seen_to) | (key <= position - (window or seq_len))
-        for head in range(q.shape[1]):
-            kv_head = head * num_kv_heads // q.shape[1]
-            scores = q[at:at + query_len, head].double() @ k[:, kv_head].T * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill(hidden, -torch.inf).exp()
-            sink = 0 if sinks is None else sinks[head].double().exp()
-            out[at:at + query_len, head] = weights @ v[:, kv_head] / (weights.sum(-1, True) + sink)
-        at += query_len
-    return out
 
 
 class Guarded:
@@ -164,9 +137,6 @@ def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads,
                  *(one if one is None else one.to(DEVICE) for one in (sinks, last)), **how).cpu()
     assert got.dtype == dtype
     assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    naive = naive_attention(q.cpu(), *map(ops.restored, plain), tables, query_lens, seq_lens, scale,
-                            window, softcap, sinks, last)
-    assert_close(got.double(), naive, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for cache, copy in zip((k_cache, v_cache), before, strict=True):
         assert_close(cache, copy, rtol=0, atol=0, equal_nan=True)
 
@@ -286,10 +256,10 @@ def test_a_cache_of_more_than_2_31_numbers(attend):
     cache = torch.frombuffer(memory, dtype=torch.float16).view(-1, 16, 1, 64)
     cache[[7, 2_100_000]] = torch.randn(2, 16, 1, 64).half()
     q = torch.randn(10, 2, 64).half()
-    rows = [[2_100_000, 7], [7, 2_100_000]], [1, 9], [20, 30]
-    expected = naive_attention(q, cache, cache, *rows, 0.2, None, None)  # a twin may copy all of it
-    got = attend(q, cache, cache, make_batch(*rows), 0.2)
-    assert_close(got.double(), expected, rtol=4e-3, atol=4e-3)
+    lens, few = ([1, 9], [20, 30]), cache[[7, 2_100_000]]
+    expected = twin(q, few, few, make_batch([[1, 0], [0, 1]], *lens), 0.2)
+    got = attend(q, cache, cache, make_batch([[2_100_000, 7], [7, 2_100_000]], *lens), 0.2)
+    assert_close(got, expected, rtol=4e-3, atol=4e-3)
 
 
 # ----------------------------------------------------------- graphs, splits

@@ -6,9 +6,8 @@ is full of NaN until it is written. Models are tiny, since a launch takes millis
 """
 
 import pytest
-import torch
-from checkpoints import TINY_CHECKPOINTS, assert_same_text, sample_logits
-from helpers import poisoned, sequence, watch_steps
+from checkpoints import TINY_CHECKPOINTS, assert_same_text
+from helpers import poisoned, watch_steps
 from kernel_modes import MODES, few
 
 from nanoserve import LLM, SamplingParams, ops
@@ -60,18 +59,3 @@ def test_no_layer_goes_around_the_kernels(checkpoints, monkeypatch, capsys):
         said = capsys.readouterr().err
         assert "triton attention" in said and "very slow" in said
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-
-
-def test_filters_reach_the_kernels():
-    """Each filter at its narrowest leaves the likeliest token alone, in rows that are almost even;
-    beside them stand a row without filters and one with edits."""
-    rows = [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0), {}, dict(top_k=1, logit_bias={3: 9})]
-    for chosen in ([0], [1], [2], range(5)):
-        seqs = [sequence(str(i), [1, 2], SamplingParams(temperature=2.0, **rows[i]), seed=i,
-                         num_unknown_tokens=1) for i in chosen]
-        logits = torch.randn(len(seqs), 64, generator=torch.Generator().manual_seed(1)) / 10
-        tokens = sample_logits(logits, seqs, kernels).token_ids.tolist()
-        likeliest = logits.argmax(-1).tolist()
-        assert tokens[:3] == likeliest[:len(tokens)][:3]
-        if len(seqs) > 3:
-            assert tokens[3] != likeliest[3] and tokens[4] == 3
