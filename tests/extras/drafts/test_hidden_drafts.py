@@ -36,6 +36,13 @@ MODES = {"batched": dict(num_gpu_blocks_override=64),
          "busy": dict(num_gpu_blocks_override=13, block_size=5, max_num_batched_tokens=33)}
 
 
+def drawn(shapes: dict[str, tuple[int, ...]], norms: float = 1.0) -> dict[str, torch.Tensor]:
+    """Random weights; products keep the size of what they multiply."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) * (
+        norms if len(shape) == 1 else 2 * shape[-1] ** -0.5) for name, shape in shapes.items()}
+
+
 def make_head(folder, words: Iterable[int] = range(VOCAB_SIZE), layers=LAYERS, **entries):
     """A head of random weights. words: it knows these alone. layers: it reads their states."""
     folder.mkdir()
@@ -43,7 +50,6 @@ def make_head(folder, words: Iterable[int] = range(VOCAB_SIZE), layers=LAYERS, *
     (folder / "config.json").write_text(json.dumps(SIZES | dict(
         architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(words),
         eagle_config=dict(eagle_aux_hidden_state_layer_ids=layers)) | entries))
-    generator = torch.Generator().manual_seed(0)
     wide, inner = sizes["hidden_size"], sizes["intermediate_size"]
     shapes = {"fc": (wide, len(layers) * wide), "midlayer.self_attn.q_proj": (wide, 2 * wide),
               "midlayer.self_attn.k_proj": (wide // 2, 2 * wide),
@@ -53,8 +59,7 @@ def make_head(folder, words: Iterable[int] = range(VOCAB_SIZE), layers=LAYERS, *
               "midlayer.input_layernorm": (wide,), "midlayer.hidden_norm": (wide,),
               "midlayer.post_attention_layernorm": (wide,), "norm": (wide,),
               "lm_head": (len(words), wide)}
-    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) * (
-        1 if len(shape) == 1 else 2 * shape[-1] ** -0.5) for name, shape in shapes.items()}
+    tensors = {f"{name}.weight": tensor for name, tensor in drawn(shapes).items()}
     if len(words) < VOCAB_SIZE:
         tensors["d2t"] = words - torch.arange(len(words))
         tensors["t2d"] = torch.isin(torch.arange(VOCAB_SIZE), words)
@@ -132,16 +137,13 @@ def make_own(folder, checkpoint, **entries):
     config = json.loads((folder / "config.json").read_text()) | dict(
         architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1) | entries
     (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
     shapes = {f"{name}_layernorm.weight": (64,) for name in (
         "token", "hidden", "final", "input", "post_attention")} | {"input_proj.weight": (64, 128)}
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in list(tensors.items()):
         if name.startswith("model.layers.0.") and "norm" not in name:
             shapes[name.removeprefix("model.layers.0.")] = tuple(tensor.shape)
-    for name, shape in shapes.items():
-        scale = 1 if len(shape) == 1 else 2 * shape[-1] ** -0.5
-        tensors[f"model.mtp_layers.0.{name}"] = scale * torch.randn(shape, generator=generator)
+    tensors |= {f"model.mtp_layers.0.{name}": one for name, one in drawn(shapes).items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -180,7 +182,6 @@ def make_own_foreign(folder, name: str = "qwen3.5"):
     config = json.loads((folder / "config.json").read_text())
     config.get("text_config", config)["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
     shapes = {"fc": (32, 64), "norm": (32,), "pre_fc_norm_embedding": (32,),
               "pre_fc_norm_hidden": (32,), "layers.0.self_attn.q_proj": (64, 32),
               "layers.0.self_attn.k_proj": (16, 32), "layers.0.self_attn.v_proj": (16, 32),
@@ -190,10 +191,8 @@ def make_own_foreign(folder, name: str = "qwen3.5"):
     shapes |= {f"layers.0.mlp.{part}": shape for part, shape in (MIXTURE if "moe" in name else {
         "gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}).items()}
     tensors = load_file(folder / "model.safetensors")
-    for part, shape in shapes.items():
-        scale = 0.3 if len(shape) == 1 else 2 * shape[-1] ** -0.5
-        tensors[f"mtp.{part}" + ".weight" * (".experts." not in part)] = scale * torch.randn(
-            shape, generator=generator)
+    tensors |= {f"mtp.{part}" + ".weight" * (".experts." not in part): one
+                for part, one in drawn(shapes, norms=0.3).items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 

@@ -151,7 +151,6 @@ def test_a_part_that_comes_twice_is_named():
      "scales are torch.uint8"),  # exponents: 127 is 1.0
     (gptq, "scales", lambda t: t.int(), "scales are torch.int32"),
     (gptq, "g_idx", lambda t: t - 1, "g_idx names .*0 to 3"),
-    (gptq, "g_idx", lambda t: t[0], "inputs by g_idx"),
     (gptq, "g_idx", lambda t: t[1:], r"\(63,\) inputs by g_idx for"),
     (pack, "weight_shape", lambda t: t + 8, "weight_shape says"),
     (gptq, "qzeros", lambda t: t.T.contiguous(), "zero points"),

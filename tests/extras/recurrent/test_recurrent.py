@@ -128,7 +128,9 @@ def guess(llm: LLM, prompts, texts) -> None:
     guesser.propose, guesser.checked = propose, lambda seq, num_right: None
 
 
-@pytest.mark.parametrize("name", [*HYBRIDS, *WRAPPED])
+@pytest.mark.parametrize("name", [
+    name if name in ("qwen3.5", "lfm2", "granite4-h", "falcon-h1") else pytest.param(
+        name, marks=pytest.mark.full) for name in (*HYBRIDS, *WRAPPED)])
 def test_drafts_leave_no_trace_in_a_state(made, few_prompts, texts_of, name):
     """Right and wrong ones: among others, from snapshots, preempted, in steps of 17."""
     for options in (BUSY, dict(snapshot_bytes=2 ** 20))[:1 + (name in ("qwen3.5", "lfm2"))]:

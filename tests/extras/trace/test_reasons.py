@@ -67,18 +67,6 @@ def test_the_budget_is_used_up_for_those_that_wait_and_those_that_run():
     assert told(scheduler, step) == {"B": used_up, "C": used_up}
 
 
-def test_after_lost_steps_more_run_than_the_budget_holds():
-    """A's and B's prompts were in flight when their steps were lost: both run, and A takes all."""
-    scheduler = make(budget=8)
-    add(scheduler, 8), add(scheduler, 8), add(scheduler, 3)
-    assert [rows(scheduler.schedule()) for _ in range(2)] == [{"A": 8}, {"A": 1, "B": 7}]
-    scheduler.drop_in_flight()
-    step = scheduler.schedule()
-    assert rows(step) == {"A": 8}
-    used_up = "gets no tokens: the budget of 8 is used up"
-    assert told(scheduler, step) == {"B": used_up, "C": used_up}
-
-
 def test_who_was_preempted_for_whom():
     """4 blocks: A and B hold 2 each when A needs a third. C had arrived and could have had B's."""
     scheduler = make(num_blocks=4, enable_prefix_caching=False)
