@@ -12,9 +12,9 @@ not changed during 13 beats of rank 0; no clock is compared. Mostly a death is n
 parent sees its child's exit, a rank in a collective a closed connection.
 
 Nobody counts rank 0's beats, because its user's code may hold Python's lock for minutes. A child
-waits while its parent lives; a rank that torchrun has started while the store answers, whose thread
-needs no lock. A heartbeat also tells how far its rank is: a message that was sent may take 30
-beats. Computing has no limit.
+waits as long as its parent lives. A rank that torchrun has started waits as long as the store
+answers: the store's thread needs no lock. A heartbeat also tells how far its rank is: a message
+that was sent may take 30 beats. Computing has no limit.
 
 Invariants: when a rank dies, the others end within half a minute and name it; no process, port or
 shared memory outlives the engine. Between requests no rank waits with a time-out.
@@ -122,7 +122,7 @@ def check_gpus(device: str, count: int, what: str) -> None:
 
 
 def _spawn(boot: tuple) -> subprocess.Popen:
-    """A fresh interpreter with the same import path (-P: and not the current folder before it). Its
+    """A fresh interpreter with the same import path (-P: without the current folder in front). Its
     standard input first brings what it is to do, and then stays open for as long as rank 0 lives.
     What it prints goes to standard error."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -231,7 +231,7 @@ class Watch(threading.Thread):
         self.threads_before: int | None = None  # restored when the engine has ended
 
     def wait_for_all(self) -> None:
-        """Wait for every rank's first heartbeat. Raises `RuntimeError` naming a rank without."""
+        """Wait for every rank's first heartbeat. Raises `RuntimeError` naming one that has none."""
         deadline = time.monotonic() + START_TIMEOUT.total_seconds()
         self.store.add(f"heartbeat/{self.ranks.rank}", 1)
         for rank in self.heartbeats:
@@ -306,7 +306,7 @@ class Watch(threading.Thread):
         """One beat. Returns which rank died or lost a message, if one did."""
         own, parent, awaited = self.ranks.rank, self.ranks.parent, self.ranks.awaited
         for rank, heartbeat in self.heartbeats.items():
-            # Its own changes when the store has answered: see the module's docstring.
+            # Rank 0 counts all; a rank of torchrun its own, which stop if the store is silent.
             counts = own == 0 or (parent is None and rank == own)
             self.missed[rank] += 1
             if counts and self.missed[rank] > MAX_MISSED_HEARTBEATS:

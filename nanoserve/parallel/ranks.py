@@ -29,7 +29,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from select import select
 from typing import NamedTuple
 
@@ -148,8 +147,8 @@ class Ranks:
 
     def part(self, name: str, members: range) -> "Ranks":
         """Some of the ranks, this one among them, as a group with shares and collectives of its
-        own. All of them call it; the same name is the same group. Whether a rank lives stays the
-        business of this object."""
+        own. All of its members call it; the same name is the same group. This object goes on
+        watching whether they live."""
         if name not in self.parts:
             self.parts[name] = part = Ranks(members.index(self.rank), len(members))
             if part.size > 1:
@@ -197,16 +196,19 @@ class Ranks:
         """The same between the hosts: idle ranks wait here, which keeps no GPU busy. wait: whether
         rank 0 waits until all have it; if not, it sends a copy, and may write `x` anew."""
         if self.size > 1:
-            x = x if wait or self.rank else x.clone()
-            call = self._run if wait or self.rank else partial(self.post, x)
-            call(self.control.broadcast, [x], _from_rank_0())
+            if wait or self.rank > 0:
+                self._run(self.control.broadcast, [x], _from_rank_0())
+            else:
+                x = x.clone()
+                self.post(x, self.control.broadcast, [x], _from_rank_0())
             self.number += 1
 
     def send(self, x: torch.Tensor, to: int) -> None:
         """Numbers for one other rank, which need not wait for them yet."""
         self.post(x, self.control.send, [x], to, self.number % TAGS)
         while len(self.posted) > 2 * self.size:
-            self._run(lambda: self.posted.popleft()[1])
+            _, work = self.posted.popleft()
+            self._run(lambda work=work: work)
 
     def post(self, x: torch.Tensor, collective: Callable, *args) -> None:
         """Begin a collective, and keep its numbers until it has ended."""
@@ -243,10 +245,11 @@ class Ranks:
             raise RuntimeError(f"{', '.join(wrong)} of the GPUs gives wrong numbers: {remedy}")
 
     def hand_out(self, content: bytes = b"") -> bytes | bytearray:
-        """Rank 0's bytes, on all ranks: for what is rare. They are between two steps."""
+        """Rank 0's bytes, on all ranks, between two steps: for what is rare."""
         if self.size == 1:
             return content
-        self.broadcast_host(length := torch.tensor([len(content)]))
+        length = torch.tensor([len(content)])
+        self.broadcast_host(length)
         handed = bytearray(content if self.rank == 0 else int(length))
         if handed:
             self.broadcast_host(torch.frombuffer(handed, dtype=torch.uint8))
@@ -263,8 +266,8 @@ class Ranks:
         """The smallest of all ranks' numbers, between the hosts, and outside any step."""
         if self.size == 1:
             return value
-        tensor, options = torch.tensor([value]), _options(
-            dist.AllreduceOptions, reduceOp=dist.ReduceOp.MIN)
+        tensor = torch.tensor([value])
+        options = _options(dist.AllreduceOptions, reduceOp=dist.ReduceOp.MIN)
         with self.together():
             self._run(self.control.allreduce, [tensor], options)
         return int(tensor)
@@ -348,7 +351,8 @@ class Ranks:
             except ConnectionError:
                 pass  # they have ended already, or will be made to
         if self.group is not self.control:
-            self.group.shutdown() if self.broken is None else self.group.abort()
+            end = self.group.shutdown if self.broken is None else self.group.abort
+            end()
         self.fail("the engine was shut down")
         self.watch.close()
         self.control = self.group = self.watch = self.make_group = None
