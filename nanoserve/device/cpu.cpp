@@ -6,24 +6,24 @@
 // AVX512-BF16 multiplies and adds in one instruction. Its left-hand side, the rows, is repacked in
 // each call, so that for each unit a tile's rows stand side by side:
 //
-//     panel (units, 16)                       rows (units, R)         sums (R, 16 P), in registers
-//     unit 0   o0 o1 o2 ... o15   64 bytes    unit 0   r0 r1 .. rR    r0  o0 o1 ... o15 | o16 ...
-//     unit 1   o0 o1 o2 ... o15               unit 1   r0 r1 .. rR    r1
+//     panel (units, 16)                       rows (units, 6)         sums (6, 16 P), in registers
+//     unit 0   o0 o1 o2 ... o15   64 bytes    unit 0   r0 r1 .. r5    r0  o0 o1 ... o15 | o16 ...
+//     unit 1   o0 o1 o2 ... o15               unit 1   r0 r1 .. r5    r1
 //     ...                                     ...                     ..
 //
 // A weight (outputs, inputs) is packed into panels when it is loaded. **A block of the KV cache is
 // a packed weight**: 16 neighbouring slots are a *tile*, and for each KV head
 //
 //     K of a tile    one panel whose 16 outputs are the tokens:    (head_dim units, 16 tokens)
-//     V of a tile    head_dim / 16 panels whose inputs are them:   (head_dim / 16, token units, 16)
+//     V of a tile    head_dim / 16 panels, inputs are the tokens:  (head_dim / 16, token units, 16)
 //
 // so scores = q K^T and the sum of weights times V are the linear layer's loop once more. Nothing
 // is gathered: the loop takes a list of panels, wherever they lie. Sizes that are no multiple of 16
-// or of a unit are filled up with zeros, so that none is unfit.
+// or of a unit are filled up with zeros, so any size will do.
 //
 // Every sum is made by one thread in a fixed order, so a row's numbers don't depend on threads or
-// other rows (with a window, on how the prompt was cut: tiles begin at the first key a chunk sees).
-// float16 comes here as float32.
+// other rows. With a window they do depend on how the prompt was cut into chunks: tiles begin at
+// the first key that a chunk sees. float16 comes here as float32.
 //
 // Shapes and dtypes are checked in library.py before an address comes here. Built by build.py.
 
@@ -39,12 +39,13 @@ namespace {
 
 // ------------------------------------------------------------------ numbers
 
-// NAME: what multiplies, as the start-up line says it.
+// NAME: what multiplies, as the start-up line says it. MAX_ROWS: rows of a tile by its number of
+// panels, P above: all its sums are in registers. 14 rows and 2 panels take 28 of AVX512's 32.
 #if defined(__AVX512F__)
-constexpr int LANES = 16, MAX_ROWS[] = {0, 16, 14, 0, 6};  // rows of a tile, by its panels:
+constexpr int LANES = 16, MAX_ROWS[] = {0, 16, 14, 0, 6};
 constexpr const char *NAME = "AVX512";
 #elif defined(__AVX__)
-constexpr int LANES = 8, MAX_ROWS[] = {0, 6, 2, 0, 1};  // as many sums as there are registers
+constexpr int LANES = 8, MAX_ROWS[] = {0, 6, 2, 0, 1};
 constexpr const char *NAME = "AVX2";  // or AVX alone, before 2013
 #else
 constexpr int LANES = 4, MAX_ROWS[] = {0, 6, 2, 0, 1};

@@ -43,14 +43,15 @@ class PackedWeight(NamedTuple):
 
 def multiplies(dtype: torch.dtype) -> str:
     """What multiplies matrices of a dtype on this CPU, in the words of the start-up line."""
-    names = (ctypes.c_char_p * 2).in_dll(COMPILED, "multiplies")
-    return names[dtype == torch.bfloat16].decode()
+    of_others, of_bfloat16 = (ctypes.c_char_p * 2).in_dll(COMPILED, "multiplies")
+    return (of_bfloat16 if dtype == torch.bfloat16 else of_others).decode()
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:
     weight = in_float32(weight).contiguous()
     *count, outputs, inputs = weight.shape
-    units = -(-inputs * weight.itemsize // 4 // 8) * 8  # half a matrix tile: matrix_tiles.h
+    # 32-bit units, rounded up to half a matrix tile of 8 (matrix_tiles.h): 33 floats take 40.
+    units = -(-inputs * weight.itemsize // 4 // 8) * 8
     memory = zeros(prod(count), -(-outputs // PANEL), units, PANEL, dtype=torch.int32)
     LIBRARY.pack(weight.view(prod(count), outputs, inputs), memory)
     return PackedWeight(memory, tuple(weight.shape), weight.dtype)
@@ -99,9 +100,10 @@ def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 
 
 def stored(size: int, dtype: torch.dtype) -> int:
-    """A cache's last size: heads are padded to whole panels, and in int8 each token's has a scale,
-    of four bytes, behind it."""
-    return size + -size % PANEL + 4 * (dtype == torch.int8)
+    """A cache's last size: heads are padded to whole panels, 72 to 80, and in int8 a scale of four
+    bytes follows each token's head."""
+    padded = size + -size % PANEL
+    return padded + 4 if dtype == torch.int8 else padded
 
 
 def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,

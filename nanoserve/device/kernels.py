@@ -14,9 +14,9 @@ Dao et al. 2022):
 
 Decode is the same with one query: one source, two launches. Rows of a few queries, drafts that are
 checked, take a lower tile. Few rows with long contexts don't fill a GPU: their keys are split over
-programs whose results `_combine_kernel` joins (flash-decoding). Many rows do, but one that is much
-longer than the others would end long after them: it is split, too, while others leave the programs
-that are there for its parts at once.
+programs whose results `_combine_kernel` joins (flash-decoding). Many rows fill it, but one much
+longer than the others would end long after them. So every row gets as many programs as a long one
+needs; those that have no keys to read, in all shorter rows, return at once.
 
 Invariant: a launch depends on shapes and on `num_decodes` alone, never on a length; what varies is
 read from the device. So a CUDA graph of a launch stays valid, and nothing is tuned at run time.
@@ -98,14 +98,14 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     power of two wastes nothing) and any block size (best a multiple of BLOCK_N; with other sizes
     each key looks up its block). In 8 bits K's scales multiply scores, and V's the weights of the
     softmax. In a graph `num_decodes` is the recorded number of rows, or 0 where rows have several
-    tokens. Padding, of rows (seq_len 0) and behind the last row's tokens, yields zeros.
+    tokens. Padding, of rows (seq_len 0) and after the last row's tokens, yields zeros.
     """
     assert k_cache.stride() == v_cache.stride(), "one set of strides serves K and V"
     (k_cache, k_scales), (v_cache, v_scales) = map(numbers_and_scales, (k_cache, v_cache))
     arch, out = table_line(q.device), torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_decodes, num_rows = batch.num_decodes, len(batch.seq_lens)
-    num_chunks, num_tokens = num_rows - num_decodes, len(q) - num_decodes  # behind the decodes
+    num_chunks, num_tokens = num_rows - num_decodes, len(q) - num_decodes  # after the decodes
     block_size, num_kv_heads = k_cache.shape[1:3]
     group, longest = num_heads // num_kv_heads, batch.block_tables.shape[1] * block_size
     tiles = partial(_tiles, arch, q.dtype, group, head_dim, k_scales is not None)
@@ -144,7 +144,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         launch("decode", num_decodes, out[:num_decodes])
     if num_chunks:
         phase = "few" if num_tokens <= FEW * num_chunks else "prefill"
-        # At most one tile of a row is not full; the programs that this counts too many return.
+        # At most one tile of a row is not full. This may count too many programs, which return.
         launch(phase, num_tokens // (tiles(phase)["BLOCK_M"] // group) + num_chunks,
                out[num_decodes:])
     return out
@@ -364,7 +364,7 @@ def _combine_kernel(sums_ptr, stats_ptr, out_ptr, cu_seqlens_q_ptr, num_rows, fi
 
     sums: (splits, tokens, heads, head_dim); stats: (splits, tokens, heads, 2). A split without keys
     has a total of 0, and may have written nothing else; splits from num_splits on are treated as
-    such, and all of a token behind the last row's. (A decode is no such token.)
+    such, and all of a token after the last row's. (A decode is no such token.)
     """
     head, token = tl.program_id(0), tl.program_id(1)
     splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
