@@ -8,7 +8,6 @@ import json
 
 import pytest
 from config_files import LLAMA, QWEN3, read, small_llama
-from ropes_by_hand import frequencies
 
 from nanoserve.checkpoint.model_config import ModelConfig
 
@@ -23,22 +22,6 @@ def test_gemmas_second_name_of_its_activation_is_the_true_one(family, activation
     assert read(family, **activations).activation == "gelu_tanh"
     with pytest.raises(ValueError, match="hidden_activation='gelu'"):
         read(family, hidden_activation="gelu")
-
-
-def test_gemma_3_before_transformers_5_means_the_same():
-    """As the files on the hub are: a pattern, two thetas and a scaling, or lists and objects."""
-    old = read("Gemma3", sliding_window=512, sliding_window_pattern=6, rope_theta=1_000_000.0,
-               rope_local_base_freq=10_000.0, rope_scaling=dict(factor=8.0, rope_type="linear"))
-    new = read("Gemma3", sliding_window=512, layer_types=[
-        "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(30)],
-        rope_parameters=dict(
-            full_attention=dict(rope_type="linear", rope_theta=1_000_000.0, factor=8.0),
-            sliding_attention=dict(rope_type="default", rope_theta=10_000.0)))
-    assert old == new
-    assert old.rope.frequencies == pytest.approx(
-        frequencies(256, dict(rope_type="linear", rope_theta=1e6, factor=8.0)), rel=2e-6)
-    assert old.rope_local.frequencies == pytest.approx(frequencies(256, {}), rel=2e-6)
-    assert old.windows[:7] == (512,) * 5 + (None, 512) and old.window is None
 
 
 def test_the_window_of_a_model_is_its_widest_or_none():

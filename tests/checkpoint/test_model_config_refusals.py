@@ -3,12 +3,9 @@
 import json
 
 import pytest
+from config_files import QWEN3
 
 from nanoserve.checkpoint.model_config import ModelConfig, read_config, read_json
-
-QWEN3 = dict(architectures=["Qwen3ForCausalLM"], vocab_size=260, hidden_size=64,
-             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             intermediate_size=96, max_position_embeddings=256)
 
 
 def test_mlx_checkpoints_are_refused_as_that():

@@ -91,21 +91,6 @@ def test_a_gemma_3_whose_layers_are_all_of_one_kind(kind, theta):
     assert_follows(config.rope if kind == FULL else config.rope_local, dict(rope_theta=theta), 256)
 
 
-@pytest.mark.parametrize("old, new", [
-    (dict(rope_theta=5e5), dict(rope_type="default", rope_theta=5e5)),
-    (dict(rope_theta=5e5, rope_scaling=None), dict(rope_theta=5e5)),
-    (dict(rope_theta=5e5, rope_scaling=dict(rope_type="llama3", **LLAMA3)),
-     dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)),
-    (dict(rope_theta=5e5, rope_scaling=dict(type="llama3", **LLAMA3)),
-     dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)),
-], ids=["theta", "null", "llama3", "llama3 by type"])
-def test_both_spellings_of_rope_mean_the_same(old, new):
-    """transformers 5 writes `rope_parameters`; before it were `rope_theta` and `rope_scaling`."""
-    first = ModelConfig.from_dict(LLAMA | old)
-    assert first == ModelConfig.from_dict(LLAMA | dict(rope_parameters=new))
-    assert_follows(first.rope, new)
-
-
 def test_the_oldest_name_of_a_recipe_and_a_class_without_a_head_dim():
     """Gemma 3's class passes over `type`; Mixtral's says no head_dim, which yarn looks for."""
     config = read("Gemma3", rope_scaling=dict(type="linear", factor=8.0))
@@ -132,7 +117,11 @@ YARN = dict(rope_type="yarn", factor=4.0)
     (new(rope_type="default", rope_theta=1e4), dict(rope_scaling=LONG), LONG),
     (new(rope_type="default", rope_theta=1e4), new(rope_theta=9.0), dict(rope_theta=9.0)),
     (new(**LONG, rope_theta=1e4), dict(rope_scaling=None), {}),
+    # transformers 5 writes `rope_parameters`; before it were `rope_theta` and `rope_scaling`.
+    (dict(rope_theta=5e5), {}, dict(rope_theta=5e5)), (old(5e5), {}, dict(rope_theta=5e5)),
+    (new(**LONG, rope_theta=5e5), {}, LONG | dict(rope_theta=5e5)),
     (old(5e5, **LONG), {}, LONG | dict(rope_theta=5e5)),
+    (old(5e5, type="llama3", **LLAMA3), {}, LONG | dict(rope_theta=5e5)),
     (old(5e5, **LONG), new(**LINEAR), LINEAR | dict(rope_theta=5e5)),
     (old(5e5, **LONG), dict(rope_scaling=LINEAR), LINEAR | dict(rope_theta=5e5)),
     # Another kind of scaling: theta stays, and nothing else of the file's leaks into the new one.
