@@ -13,6 +13,7 @@ of the others are translated here:
     model.layers.0.self_attn.k_proj.weight         layers.0.self_attn.k_proj.weight
     language_model.model.layers.0...               layers.0...       (wrappings, see wrappings.py)
     ...block_sparse_moe.experts.3.w1.weight        ...mlp.experts.3.gate_proj.weight     (Mixtral)
+    ...mlp.experts.down_proj                       ...mlp.experts.3.down_proj.weight     (in memory)
 
 Invariant: **every part of every parameter is written exactly once.** A tensor that has no place, a
 place that gets no tensor, and a tensor that comes twice are errors with names. Engines that skip
@@ -40,6 +41,8 @@ DIALECTS = [(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", ""),
             (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
             (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
             (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj.")]
+# A layer's experts as transformers 5 has them in memory, and a trainer sends them: two tensors.
+JOINED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 # By load_format: the names without and with an ending for shards, the preferred format first.
 FORMATS = {"safetensors": [("model.safetensors", "*.safetensors")],
            "pt": [("pytorch_model.bin", "pytorch_model*.bin")]}
@@ -76,7 +79,7 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
             raise ValueError(f"{folder}: the checkpoint is quantised: set quantization="
                              "'dequantize', or use the unquantised one")
         tensors = assemble(tensors, config.quantization)
-    for file, name, tensor in tensors:
+    for file, name, tensor in apart(tensors):
         known = translated(name)
         if known.startswith(unused):
             continue
@@ -133,6 +136,18 @@ def text_alone(tensors: Tensors, left_out: list[int]) -> Tensors:
             yield file, name, tensor
         else:
             left_out.append(tensor.nbytes)
+
+
+def apart(tensors: Tensors) -> Tensors:
+    """Each expert's own matrices, (outputs, inputs), where all of a layer come in one tensor."""
+    for file, name, tensor in tensors:
+        if (joined := JOINED.fullmatch(name)) is None or tensor.dim() != 3:
+            yield file, name, tensor
+            continue
+        names = joined[2].split("_")  # "gate_up": the rows of the one, then those of the other
+        for i, expert in enumerate(tensor):
+            for matrix, rows in zip(names, expert.chunk(len(names)), strict=True):
+                yield file, f"{joined[1]}.{i}.{matrix}_proj.weight", rows
 
 
 def expected_tensors(model: nn.Module) -> dict[str, Callable[[torch.Tensor], None]]:

@@ -43,12 +43,17 @@ def as_iterator(folder):
         yield name.replace("model.", "model.language_model."), tensor.double().requires_grad_()
 
 
+def as_network(folder):
+    """Of transformers' network in memory, which has all experts of a layer in two tensors."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
 MODES = {
     "a folder": ("qwen3", {}, as_folder),
     "a dict, tied": ("qwen3-tied", {}, as_dict),
     "an iterator, wrapped": ("qwen3", {}, as_iterator),
     "plain torch, a norm's offset": ("gemma3", dict(kernels="torch"), as_list),
-    "experts": ("mixtral", {}, as_dict),
+    "experts": ("mixtral", {}, as_network),
     "int8": ("qwen3-tied", dict(quantization="int8"), as_dict),
     "int4": ("qwen3", dict(quantization="int4"), as_iterator),
     "bfloat16": ("llama3.1", dict(dtype="bfloat16", async_scheduling=True), as_dict),
