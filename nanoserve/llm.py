@@ -229,7 +229,8 @@ class LLM(LLMEngine):
                 one_for_each(priority, count, "priority"),
                 one_for_each(lora_request, count, "lora_request"), strict=True)):
             try:
-                requests.append(self.make_request("", prompt, param, first or 0, adapter))
+                requests.append(self.make_request(
+                    "", prompt, param, 0 if first is None else first, adapter))
             except ValueError as error:
                 requests.clear()  # whoever keeps the error would keep them, and their adapters
                 where = f"prompt {i}: " if len(prompts) > 1 else ""

@@ -192,6 +192,9 @@ def test_a_priority_is_a_number(llm):
     assert len(run(llm, "Hello", priority=[2])) == 1  # as in vLLM: it changes no text
     with pytest.raises(ValueError, match="priority.*'high'"):
         llm.add_request("r", "Hello", priority="high")
+    for wrong in (np.array([1, 2]), [0.0, False]):
+        with pytest.raises(ValueError, match="prompt 0: priority must be a whole number"):
+            run(llm, ["Hello", "you"], priority=wrong)
     assert len(run(llm, "Hello", priority=[0])) == 1
 
 
