@@ -12,16 +12,16 @@ change but the contents of memory:
 
 So batches come in sizes that are recorded beforehand, up to the largest there can be (nano-vllm's
 stopped below it, and the first full batch crashed), and each tensor of a batch is at the same
-address for the same size. Only steps that choose a token behind each of theirs are recorded. In a
+address for the same size. Only steps that sample after each of their tokens are recorded. In a
 step with prompt tokens the kernels run long enough to hide the launches.
 
-    layers ──► hidden states ──► LM head, choice ──► tokens     two recordings, one behind the other
+    layers ──► hidden states ──► LM head, choice ──► tokens     two recordings, one after the other
                     └──► LM head ──► edits, logprobs, choice    where a row asks for them: no replay
 
-Where rows have drafts to check, a size is a number of rows and one of tokens, which rows share as
-it comes: one row with a draft beside 60 that decode is a replay, too. For each power of two rows
-a network has two such sizes, for a few drafts and for all that there can be. A second network,
-which drafts, computes in them what the first has checked.
+Where rows have drafts to check, a size is a number of rows and a number of tokens, of which each
+row may have any share: one row with a draft beside 60 that decode is a replay, too. For each power
+of two rows a network has two such sizes, for a few drafts and for all that there can be. A second
+network, which drafts, computes in them what the first has checked.
 
 A recording keeps the memory of what it returns. So no logits are returned: those of 20 sizes and
 152,000 tokens would be 0.7 GB. A network of transformers' has nothing else to return: all its
@@ -102,7 +102,7 @@ def recorded(builder: BatchBuilder, layers: Layers, choose: Choose, graph_class:
             remedy = ("; for more memory beside the KV cache lower gpu_memory_utilization (or "
                       "kv_cache_memory_bytes, num_gpu_blocks_override) or max_num_seqs")
             why = "memory ran out"
-    if graph_class is CudaGraph:  # behind the `except`, whose error holds the recordings
+    if graph_class is CudaGraph:  # after the `except`: its error holds the recordings
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     tqdm.write(f"nanoserve: CUDA graphs can't be recorded ({why}): each kernel of a step is "
@@ -116,10 +116,10 @@ class DecodeGraphs:
 
     builder: makes the batches. layers, choose: what is recorded; nothing in it may depend on what
     the host knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in.
-    num_networks: one more than draft for the first. num_drafts: the most of a row. ragged: of rows
-    with drafts, too. is_ours: else the first network is transformers', which returns logits, and
-    each kind of recording is tried. ranks: the `Ranks`; all of them record the same. Raises
-    whatever ends a recording: see `recorded`.
+    num_networks: 2 with a draft network. num_drafts: the most of a row. ragged: whether rows with
+    drafts are recorded, too. is_ours: if not, the first network is transformers', which returns
+    logits, and each kind of recording is tried. ranks: the `Ranks`; all of them record the same.
+    Raises whatever ends a recording: see `recorded`.
     """
 
     @torch.inference_mode()
@@ -176,8 +176,10 @@ class DecodeGraphs:
             if not (is_ours or size.network or logits is not None):
                 logits = first.output  # the largest one's: the others write to its memory
             self.graphs[size] = first, *choices
-        for size in {} if is_ours else {one[2:]: one for one in self.sizes[::-1]}.values():
-            self._try(builder, layers, size, num_drafts or FEW_DRAFTS)
+        if not is_ours:
+            smallest = {(one.drafts, one.network, one.extra): one for one in self.sizes[::-1]}
+            for size in smallest.values():  # one of each kind
+                self._try(builder, layers, size, num_drafts or FEW_DRAFTS)
         self.seconds = time.perf_counter() - start
         self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
         if is_told:
@@ -186,22 +188,23 @@ class DecodeGraphs:
                        f"{self.memory / 2 ** 20:,.0f} MB", file=sys.stderr)
 
     def _try(self, builder: BatchBuilder, layers: Layers, size: Size, most: int) -> None:
-        """Replay two contents beside the function itself. Raises `RuntimeError` where they differ:
-        something that the host knows is frozen in the recording. All KV goes to block 0. Extras say
-        1, 2, 3 ..., then 2, 3, 4 ...: places of theirs that are written are not those that are
-        read."""
+        """Replay two batches, and compare each with the function itself. Raises `RuntimeError`
+        where they differ: something that the host knows is frozen in the recording. All KV goes to
+        block 0. The sections of extras hold 1, 2, 3 ..., then 2, 3, 4 ..., so what an extra reads
+        and what it writes are at different places."""
         room = builder.tables.shape[1] * builder.block_size
-        for place, known in enumerate((2, min(7, room)), 1):
+        names = builder.extra if size.extra else ()
+        for place, known in ((1, 2), (2, min(7, room))):
             num_drafts = min(builder.block_size, size.tokens, room + 1 - known, most + 1) - 1
             drafts = [known] * num_drafts if size.drafts else []
             seq = Sequence(CoreRequest("trial", SamplingParams()), [known - 1] * known, row=0,
                            block_table=[0] * builder.tables.shape[1])
-            step = Step(0, {seq: 1 + len(drafts)}, [known - 1], [seq], drafts and {seq: drafts},
-                        size.network, sections={name: {seq: number} for number, name in enumerate(
-                            builder.extra if size.extra else (), place)})
+            sections = {name: {seq: number} for number, name in enumerate(names, place)}
+            step = Step(0, {seq: 1 + len(drafts)}, [known - 1], [seq],
+                        {seq: drafts} if drafts else {}, size.network, sections=sections)
             right = layers(self._fix(builder.build(step, size), size)).clone()
-            got, right = (one[:1 + len(drafts)].float().nan_to_num() for one in (
-                self.graphs[size][0].replay(), right))
+            got = self.graphs[size][0].replay()
+            got, right = (one[:1 + len(drafts)].float().nan_to_num() for one in (got, right))
             if not (got - right).norm() <= 1e-2 * right.norm():
                 raise RuntimeError("a replay gives other numbers than the step")
 
@@ -215,10 +218,11 @@ class DecodeGraphs:
 
     def size_for(self, step: Step) -> Size | None:
         """What the step is padded to: the smallest recorded size that holds its rows, 16 for 9 of
-        them, and its tokens. None if it computes tokens behind which none is sampled, or if there
+        them, and its tokens. None if it computes tokens after which none is sampled, or if there
         is no such size."""
-        rows, tokens, network, extra = key = (
-            len(step.num_new_tokens), step.num_tokens, step.network, bool(step.sections))
+        rows, tokens = len(step.num_new_tokens), step.num_tokens
+        network, extra = step.network, bool(step.sections)
+        key = rows, tokens, network, extra
         if tokens == 0 or tokens > len(step.samples()):
             return None
         if key not in self.found:
@@ -231,8 +235,11 @@ class DecodeGraphs:
         """The states, and the tokens, unless a row has controls. batch: padded to its size."""
         self._fix(batch, Size(*batch.graph))
         layers, *choices = self.graphs[batch.graph]
-        return layers.replay(), None if batch.has_controls else (
-            choices[-1 if batch.is_greedy else 0].replay())
+        states = layers.replay()
+        if batch.has_controls:
+            return states, None
+        choice = choices[-1] if batch.is_greedy else choices[0]
+        return states, choice.replay()
 
 
 def end_alike(ranks, failed: bool) -> None:
