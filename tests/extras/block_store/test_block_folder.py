@@ -271,7 +271,9 @@ def test_two_processes_write_the_same_blocks(tmp_path):
     assert len(list(tmp_path.iterdir())) == len(NAMES), "no temporary file is left"
 
 
-def test_a_home_is_found(tmp_path, monkeypatch):
+def test_a_home_is_found_and_a_program_may_change_its_directory(tmp_path, monkeypatch):
     """A folder named ~ was made."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert make_folder("~/blocks") == tmp_path / "blocks" and (tmp_path / "blocks").is_dir()
+    monkeypatch.chdir(tmp_path)
+    assert make_folder("others") == tmp_path / "others"

@@ -47,17 +47,10 @@ def test_what_sentence_transformers_does_beyond_that_is_refused(qwen3, prompts, 
     with start(plain, pooler_config=dict(pooling_type="LAST", use_activation=True)) as llm:
         assert_close(vectors(llm.embed(prompts[5], use_tqdm=False)),
                      [pooled(hidden_states("qwen3", prompts[5]), "LAST")])
-    with pytest.raises(ValueError, match="pooling_mode_max_tokens"):
-        start(sentence_transformer(qwen3, tmp_path / "b", "pooling_mode_max_tokens"))
-    for where, modules in dict(c=("Transformer", "Pooling", "Dense"),
-                               d=("Transformer", "Pooling", "Normalize", "Dense"),
-                               e=("Transformer", "Pooling", "Dropout", "Normalize")).items():
-        with pytest.raises(ValueError, match=r"modules.json.* D\w+ "):
-            start(sentence_transformer(qwen3, tmp_path / where, "pooling_mode_lasttoken", modules))
-    lower = sentence_transformer(qwen3, tmp_path / "f", "pooling_mode_lasttoken")
-    (lower / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
-    with pytest.raises(ValueError, match="do_lower_case=True"):
-        start(lower)
+    dense = sentence_transformer(qwen3, tmp_path / "b", "pooling_mode_lasttoken",
+                                 ("Transformer", "Pooling", "Dense"))
+    with pytest.raises(ValueError, match="modules.json.* Dense "):  # an encoder's is read
+        start(dense)
 
 
 def test_a_base_model_embeds_by_itself(prompts, tmp_path):
