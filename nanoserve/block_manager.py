@@ -75,9 +75,8 @@ class BlockManager:
         keys, request, size = seq.block_keys, seq.request, self.block_size
         if not self.enable_prefix_caching:
             return keys
-        root = request.root.key if request.root else ROOT_KEY
         for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
-            parent = keys[-1] if keys else root
+            parent = keys[-1] if keys else (request.root.key if request.root else ROOT_KEY)
             tokens = array("i", seq.token_ids[start:start + size]).tobytes()
             content = request.contents.get(len(keys), b"")
             keys.append(xxhash.xxh3_128_digest(parent + tokens + content))

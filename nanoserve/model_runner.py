@@ -3,8 +3,7 @@
     Step ──write─► Batch ──model──► hidden ──rows that sample──► logits ──sample──► tokens
          integers        KV cache: read and written                        stay on the device
 
-The runner owns device memory: weights, the KV cache in what they leave (device/memory.py), and the
-buffers of steps.
+The runner owns device memory: weights, the KV cache in what they leave, and the buffers of steps.
 
 Invariants: only the runner touches KV bytes, and `launch` never waits for the device. It queues a
 step and the copy of its tokens to the host; the engine waits for these in `fetch`. With overlap the
