@@ -224,13 +224,13 @@ class LLM(LLMEngine):
         self.check_open()
         prompts = self.inputs.tokenize(as_list(prompts))
         count, requests = len(prompts), []
-        for i, (prompt, param, first, adapter) in enumerate(zip(
-                prompts, one_for_each(params, count, "sampling_params"),
-                one_for_each(priority, count, "priority"),
-                one_for_each(lora_request, count, "lora_request"), strict=True)):
+        params = one_for_each(params, count, "sampling_params")
+        priorities = one_for_each(priority, count, "priority")
+        adapters = one_for_each(lora_request, count, "lora_request")
+        for i, prompt in enumerate(prompts):
+            first = 0 if priorities[i] is None else priorities[i]
             try:
-                requests.append(self.make_request(
-                    "", prompt, param, 0 if first is None else first, adapter))
+                requests.append(self.make_request("", prompt, params[i], first, adapters[i]))
             except ValueError as error:
                 requests.clear()  # whoever keeps the error would keep them, and their adapters
                 where = f"prompt {i}: " if len(prompts) > 1 else ""
