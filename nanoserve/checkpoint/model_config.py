@@ -394,8 +394,10 @@ def _read_activation(hf: Any) -> str:
 
 
 def read_dtype(config: dict) -> str:
-    """transformers 5 writes `dtype`, earlier versions `torch_dtype`; neither means float32."""
-    return str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
+    """transformers 5 writes `dtype`, earlier versions `torch_dtype`; neither, or null, means
+    float32."""
+    found = (config.get(name) for name in ("dtype", "torch_dtype"))
+    return str(next((one for one in found if one is not None), "float32")).removeprefix("torch.")
 
 
 def read_quantization(config: dict) -> dict | None:

@@ -54,7 +54,8 @@ def test_what_a_family_can_not_have_is_refused_by_name(family, entries, words):
 
 @pytest.mark.parametrize("config, dtype", [
     ({}, "float32"), (dict(torch_dtype="float16"), "float16"), (dict(dtype="bfloat16"), "bfloat16"),
-    (dict(dtype="torch.bfloat16", torch_dtype="float32"), "bfloat16")])
+    (dict(dtype="torch.bfloat16", torch_dtype="float32"), "bfloat16"),
+    (dict(torch_dtype=None), "float32"), (dict(dtype=None, torch_dtype="float16"), "float16")])
 def test_both_spellings_of_the_dtype(tmp_path, config, dtype):
     """An override in either wins over the file."""
     assert ModelConfig.from_dict(LLAMA | config).dtype == dtype
