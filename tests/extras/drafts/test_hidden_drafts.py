@@ -274,21 +274,15 @@ def start_own(folder, **options) -> LLM:
         method="mtp", num_speculative_tokens=NUM_DRAFTS), **options)
 
 
-@pytest.mark.parametrize("name, words", [("llama2", range(VOCAB_SIZE)), ("qwen3", FEW_WORDS)])
+@pytest.mark.parametrize("name, words, impl, modes", [
+    ("llama2", range(VOCAB_SIZE), "nanoserve", MODES), ("qwen3", FEW_WORDS, "nanoserve", MODES),
+    ("qwen3", FEW_WORDS, "transformers", ["busy"])])
 def test_drafts_are_those_of_the_definition_and_the_text_is_the_models(
-        checkpoints, references, tmp_path, few_prompts, name, words):
+        checkpoints, references, tmp_path, few_prompts, name, words, impl, modes):
     head = make_head(tmp_path / "head", words)
     dense = Dense(head, Reference(checkpoints[name]))
-    check_drafts(name, lambda **options: start(checkpoints[name], head, **options), dense,
-                 references, few_prompts)
-
-
-def test_a_head_reads_the_layers_of_transformers_network(checkpoints, references, tmp_path,
-                                                         few_prompts):
-    head = make_head(tmp_path / "head", FEW_WORDS)
-    check_drafts("qwen3", lambda **options: start(
-        checkpoints["qwen3"], head, model_impl="transformers", **options),
-        Dense(head, Reference(checkpoints["qwen3"])), references, few_prompts, ["busy"])
+    check_drafts(name, lambda **options: start(
+        checkpoints[name], head, model_impl=impl, **options), dense, references, few_prompts, modes)
 
 
 def test_a_head_in_the_format_of_speculators_is_the_same_head(checkpoints, references, tmp_path,

@@ -37,11 +37,11 @@ def test_sentence_transformers_files_are_read(qwen3, prompts, hidden_states, tmp
         assert_close(vectors(llm.embed(prompts[:5], use_tqdm=False)), expected)
 
 
-def test_what_sentence_transformers_does_beyond_that_is_refused(qwen3, prompts, hidden_states,
-                                                                tmp_path):
+def test_without_normalize_a_vector_keeps_its_length_and_a_dense_layer_is_refused(
+        qwen3, prompts, hidden_states, tmp_path):
     plain = sentence_transformer(qwen3, tmp_path / "a", "pooling_mode_mean_tokens",
                                  ("Transformer", "Pooling"))
-    with start(plain) as llm:  # no Normalize: no normalising
+    with start(plain) as llm:
         assert_close(vectors(llm.embed(prompts[5], use_tqdm=False)),
                      [hidden_states("qwen3", prompts[5]).mean(0)])
     with start(plain, pooler_config=dict(pooling_type="LAST", use_activation=True)) as llm:
