@@ -22,7 +22,7 @@ from nanoserve.parallel.ranks import Ranks
 from nanoserve.sampler import SamplerOutput
 
 WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal",
-         "aten::is_nonzero", "aten::masked_select", "aten::unique2", "aten::bincount"}
+         "aten::is_nonzero", "aten::masked_select", "aten::_unique2", "aten::bincount"}
 
 
 class Recorder(TorchDispatchMode):

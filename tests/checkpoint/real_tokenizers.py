@@ -76,13 +76,6 @@ LLAMA_2 = """\
         {{- ' ' + message.content + eos_token }}
     {%- endif %}
 {%- endfor %}"""
-GEMMA = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {{- '<start_of_turn>' + message.role | replace('assistant', 'model') + '\\n' }}
-    {{- message.content | trim + '<end_of_turn>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 
 
 def byte_level(size: int, *special: str, **kinds) -> PreTrainedTokenizerFast:
@@ -160,8 +153,7 @@ def like_llama_2() -> PreTrainedTokenizerFast:
 
 def like_gemma() -> PreTrainedTokenizerFast:
     """Llama 2's without the space in front."""
-    tokenizer = byte_fallback(sentencepiece_bpe(), "<start_of_turn>", "<end_of_turn>",
-                              chat_template=GEMMA)
+    tokenizer = byte_fallback(sentencepiece_bpe(), "<start_of_turn>", "<end_of_turn>")
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)])
@@ -175,8 +167,7 @@ def like_mistral() -> PreTrainedTokenizerFast:
     pieces = [*((piece, 0.0) for piece in BYTE_PIECES), ("▁", -3.0),
               *((word, -6.0) for word in words), *((letter, -5.0) for letter in letters)]
     tokenizer = byte_fallback(models.Unigram(pieces, unk_id=0, byte_fallback=True),
-                              "[INST]", "[/INST]",
-                              chat_template=LLAMA_2.replace(" [/INST]", "[/INST]"))
+                              "[INST]", "[/INST]")
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence(

@@ -192,13 +192,13 @@ def test_a_recording_keeps_no_logits(checkpoints, recorded):
 def test_where_recording_fails_steps_run_one_by_one(checkpoints, recorded, monkeypatch, capsys):
     """At the start and behind `wake_up`, whose failure once ended the engine, with a traceback.
     What was recorded before the failure gives its memory back. As on a GPU, the recording that
-    ends early has an error of its own."""
+    ends early has an error of its own. The model has experts, which differ from step to step."""
     def ids(engine) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         [output] = engine.generate([[1, 2, 3]], params, use_tqdm=False)
         return output.outputs[0].token_ids
 
-    engine = start(checkpoints["tiny"], max_num_seqs=2)
+    engine = start(checkpoints["tiny-moe"], max_num_seqs=2)
     expected, capture, made = ids(engine), RecordedGraph.capture, []
     assert engine.runner.graphs is not None
 
@@ -214,7 +214,7 @@ def test_where_recording_fails_steps_run_one_by_one(checkpoints, recorded, monke
     monkeypatch.setattr(RecordedGraph, "capture", fail)
     engine.sleep(level=1)
     engine.wake_up()
-    for tried in (engine, start(checkpoints["tiny"], max_num_seqs=2)):
+    for tried in (engine, start(checkpoints["tiny-moe"], max_num_seqs=2)):
         assert tried.runner.graphs is None and ids(tried) == expected
         assert not any(graph() for graph in made), "a failed start keeps no recording"
     assert len(made) == 6 and "memory ran out" in capsys.readouterr().err

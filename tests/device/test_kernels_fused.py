@@ -10,7 +10,6 @@ read nor written. What the compiler makes of these kernels: tests/benchmarks/tes
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve import ops
 from nanoserve.checkpoint.rope import Rope
@@ -18,7 +17,6 @@ from nanoserve.layers import RotaryEmbedding
 
 pytest.importorskip("triton")
 
-from poison import Launches
 from sampling_twins import (
     DEVICE,
     INF,
@@ -205,45 +203,6 @@ def test_experts(dtype, num_tokens, total, local, per_token, size, inner, activa
     assert_same(got, ops.experts(hidden, *routed, *matrices, local[0], activation))
     elsewhere = routed[0], torch.full_like(routed[1], local[1])
     assert not kernels.experts(hidden, *elsewhere, *matrices, local[0], activation).any()
-
-
-class Recorder(TorchDispatchMode):
-    """Which operators ran on what shapes, and none that waits for the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.log = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in (
-            "_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique"), func
-        out = func(*args, **kwargs or {})
-        self.log.append((str(func), getattr(out, "shape", None)))
-        return out
-
-
-def test_a_graph_may_hold_them(monkeypatch):
-    """What is launched, allocated and computed around the kernels is the same whatever the data:
-    routed evenly or all to one expert, greedy or filtered. (The kernels themselves don't run.)"""
-    launches = []
-    for module in (kernels, kernels_sampling):
-        for name in vars(module):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Launches(name, launches))
-    matrices = make_experts(8, 32, 32, torch.float16)
-    hidden, weights = random_tensor(6, 32, dtype=torch.float16), random_tensor(6, 2)
-    logits, (seeds, positions) = random_tensor(6, 9001), a_batch(6)
-    records = []
-    for data in (0, 1):
-        ids, ones = torch.full((6, 2), data * 7, device=DEVICE), torch.full((6,), float(data))
-        ids[:, 0], ones = torch.arange(6), ones.to(DEVICE)
-        launches.clear()
-        with Recorder() as recorder:
-            kernels.experts(hidden, weights, ids, *matrices, 0, "silu")
-            floors = kernels_sampling.floors(logits, ones, positions * data, ones, ones)
-            kernels_sampling.draw(logits, ones, seeds, positions, floors)
-        records.append((recorder.log, list(launches)))
-    assert len(records[0][1]) == 5 and records[0] == records[1]
 
 
 # ----------------------------------------------------------------- sampling
