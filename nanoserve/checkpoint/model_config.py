@@ -57,6 +57,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 ENDINGS = ("Model, EmbeddingModel, ForSequenceClassification, ForRewardModel, ForRewardModeling, "
            "ForProcessRewardModel")
 HEAD = re.compile(rf"(Text)?(ForCausalLM|{ENDINGS.replace(', ', '|')})$")
+# transformers runs these by Llama's class, which files that it saves name; entries and tensors are
+# their own.
+LIKE_LLAMA = ("exaone", "internlm3", "iquestcoder")
 SUPPORTED = f"one of {', '.join(FAMILIES)}, or with another ending that pools: {ENDINGS}"
 # Entries where null means "off", or as many as heads; in all others it means "as usual", like
 # leaving the entry out.
@@ -232,6 +235,8 @@ def find_family(config: dict) -> tuple[str, dict] | None:
     architecture, kind = read_architecture(config), str(config.get("model_type"))
     if architecture in WRAPPINGS:
         return (kind, FAMILIES[TEXTS[kind]][1]) if kind in TEXTS else None
+    if kind in LIKE_LLAMA:
+        return None
     return FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
 
 
