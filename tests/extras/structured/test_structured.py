@@ -31,10 +31,14 @@ from nanoserve_extras.structured.structured import Grammar, Grammars, from_respo
 NONE = np.array((), dtype=np.int64)
 
 
-@pytest.fixture(scope="module")
-def stories():
-    """The story model's tokenizer: 4,096 tokens, most of them several characters long."""
-    return load_tokenizer(BUNDLED_MODEL)
+@pytest.fixture(scope="module", params=["bytes", "stories"])
+def vocabulary(request):
+    """A tokenizer, how many tokens its model has, and those that end a text. A byte a token, so a
+    text is written in one way; or 4,096 tokens, most of them several characters long."""
+    if request.param == "bytes":
+        return TOKENIZER, PADDED, ENDS
+    stories = load_tokenizer(BUNDLED_MODEL)
+    return stories, len(stories), {stories.eos_token_id}
 
 
 @pytest.fixture(scope="module")
@@ -61,55 +65,35 @@ PATTERNS = [r"[ab]{2,4}c?", r"(cat|car|cart)s?", r"[0-9]{2}:[0-9]{2}", r"(ab)*",
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_bytes_that_may_come_are_those_that_can_still_match(pattern):
-    """A vocabulary of bytes has one way to write a text: the sets must be equal, all the way."""
-    grammar = Grammars(TOKENIZER, PADDED).compile({"regex": pattern}, frozenset(ENDS))
+def test_tokens_that_may_come_are_those_that_can_still_match(vocabulary, pattern):
+    """With a choice, all tokens that lead on; where only one text is possible, the first token of
+    the way in which the tokenizer writes it. Never a special token or padding."""
+    tokenizer, vocab_size, ends = vocabulary
+    grammar = Grammars(tokenizer, vocab_size).compile({"regex": pattern}, frozenset(ends))
+    texts = {i: tokenizer.decode([i]) for i in {*range(len(tokenizer))} - {
+        *tokenizer.added_tokens_decoder}}
+    ascii_ids = {i: text for i, text in texts.items() if text and text.isascii()}
     rng = random.Random(1)
-    ascii_ids = {i: TOKENIZER.decode([i]) for i in range(256)}
-    ascii_ids = {i: text for i, text in ascii_ids.items() if text.isascii()}
-    for _ in range(4):
+    for _ in range(4 if tokenizer is TOKENIZER else 1):
         output, text = [], ""
-        for _ in range(25):
+        for _ in range(25 if tokenizer is TOKENIZER else 8):
             expected = {i for i, more in ascii_ids.items()
                         if regex.fullmatch(pattern, text + more, partial=True)}
+            seq, parser = sequence(output), grammar.fresh()
+            found, forced = allowed(parser, seq), parser.forced(seq, 99)
             may_end = regex.fullmatch(pattern, text) is not None
-            found = allowed(grammar.fresh(), sequence(output))
-            assert found & ENDS == (ENDS if may_end else set())
-            assert {i for i in found - ENDS if i in ascii_ids} == expected, text
-            assert all(i < 256 for i in found - ENDS), "a special token or padding"
-            if not expected:
-                assert may_end
+            assert found & ends == (ends if may_end else set())
+            assert found - ends <= texts.keys()
+            found = {i for i in found - ends if i in ascii_ids}
+            if forced:
+                assert found == {forced[0]} and found <= expected
+                assert not may_end and len({ascii_ids[i][0] for i in expected}) == 1
+            else:
+                assert found == expected, text
+            if not found:
                 break
-            output.append(rng.choice(sorted(expected)))
+            output.append(rng.choice(sorted(found)))
             text += ascii_ids[output[-1]]
-
-
-@pytest.mark.parametrize("pattern", PATTERNS[1::2] + PATTERNS[6:7])
-def test_long_tokens_that_may_come_are_those_that_can_still_match(stories, pattern):
-    """With a choice, all tokens that lead on; where only one text is possible, the first token of
-    the way in which the tokenizer writes it."""
-    end = stories.eos_token_id
-    grammar = Grammars(stories, len(stories)).compile({"regex": pattern}, frozenset({end}))
-    texts = [stories.decode([i]) for i in range(len(stories))]
-    rng, output, text = random.Random(2), [], ""
-    for _ in range(12):
-        expected = {i for i, more in enumerate(texts) if more and more.isascii()
-                    and i not in stories.all_special_ids
-                    and regex.fullmatch(pattern, text + more, partial=True)}
-        may_end = regex.fullmatch(pattern, text) is not None
-        seq, parser = sequence(output), grammar.fresh()
-        found, forced = allowed(parser, seq), parser.forced(seq, 99)
-        assert (end in found) == may_end
-        found = {i for i in found - {end} if texts[i].isascii()}
-        if forced:
-            assert found == {forced[0]} and found <= expected
-            assert not may_end and len({texts[i][0] for i in expected}) == 1
-        else:
-            assert found == expected, text
-        if not found:
-            break
-        output.append(rng.choice(sorted(found)))
-        text += texts[output[-1]]
 
 
 @pytest.mark.parametrize("vocab_size", [256, 257, 259, 260, 261, 263, 264, 265])
@@ -166,7 +150,7 @@ def test_probabilities_are_renormalised_over_what_is_allowed():
     assert_distributed(drawn, expected)
 
 
-def test_the_choice_is_found_by_trying_all(folder, stories):
+def test_the_choice_is_found_by_trying_all(folder):
     """Greedy: at every token the likeliest of those with which some choice goes on, or ends."""
     choices = ["red", "reddish", "green", "blue", "a deep blue", "Blue!", "re", "été"]
     model = Reference(folder).model
