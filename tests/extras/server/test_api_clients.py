@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from serving import CHAT, CHATS, COMPLETIONS, MESSAGES, PROMPT, RESPONSES, Serving, send
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.frontend import vllm
+from nanoserve_extras.server import protocol
 from nanoserve_extras.server.pooling import ScoreBody
 from nanoserve_extras.server.protocol import ChatBody, CompletionBody
 from nanoserve_extras.server.translate_messages import MessagesBody
@@ -49,8 +49,6 @@ BODIES = {
         messages=[dict(role="user", content=[dict(type="text", text="Tell me a story.")])],
         stream_options=OPTIONS, stream=True, ignore_eos=True, max_tokens=None,
         max_completion_tokens=2)),
-    "GuideLLM, a completion": (COMPLETIONS, dict(
-        stream_options=OPTIONS, ignore_eos=True, max_completion_tokens=2, stop=None, stream=True)),
     "lm-eval, ids in a batch": (COMPLETIONS, dict(
         prompt=[[0, 347, 676], [0, 261]], echo=True, logprobs=1, max_tokens=1, seed=1234,
         temperature=0)),
@@ -171,7 +169,7 @@ def test_of_many_wrong_items_the_first_is_told(kind, wrong):
 
 def test_of_many_unknown_fields_the_first_are_compared(monkeypatch):
     compared = []
-    monkeypatch.setattr(vllm, "nearest", lambda name, names: compared.append(name))
+    monkeypatch.setattr(protocol, "nearest", lambda name, names: compared.append(name))
     ChatBody(messages=CHAT, **{f"unknown{i}": 1 for i in range(1000)})
     assert len(compared) == 20
 
