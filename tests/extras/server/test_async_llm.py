@@ -136,8 +136,9 @@ def test_a_prompt_is_tokenised_off_the_event_loop(engine, monkeypatch):
     assert names[0].startswith("nanoserve-tokenize")
 
 
-@pytest.mark.parametrize("how", ["close", "cancel", "forget", "fail"])
+@pytest.mark.parametrize("how", ["close", "forget", "fail"])
 def test_whoever_leaves_aborts(engine, how):
+    """Who is cancelled does, too: see the 200 streams."""
     async def leave():
         outputs = engine.generate("Hello", greedy(40))
         await anext(outputs)
@@ -146,16 +147,10 @@ def test_whoever_leaves_aborts(engine, how):
         elif how == "forget":
             del outputs
             gc.collect()
-        elif how == "fail":
+        else:
             with pytest.raises(ZeroDivisionError):
                 async with aclosing(outputs):
                     raise ZeroDivisionError
-        else:
-            task = asyncio.create_task(anext(outputs))
-            await asyncio.sleep(0)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
         await asyncio.wait_for(_between_steps(engine), 20)
     asyncio.run(leave())
 
