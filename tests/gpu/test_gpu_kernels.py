@@ -122,19 +122,14 @@ def test_a_few_queries_a_row(heads, dtype):
     check_attention(heads, 128, 16, dtype, FEW, stored=ops.quantised)
 
 
-def test_a_turn_behind_a_long_prefix():
-    """50 tokens behind 30,000: a prefill of few tiles, whose keys are split."""
-    check_attention((32, 8), 128, 16, torch.bfloat16, [(50, 30_000)])
-
-
-def test_a_long_row_beside_short_ones():
-    check_attention((32, 8), 128, 16, torch.bfloat16, [(1, 30_000)] + [(1, 500)] * 31)
-    check_attention((32, 8), 128, 16, torch.float16, [(1, 200), (5, 9000)] * 20, window=6000)
-
-
-def test_a_full_batch_of_decodes():
-    rows = [(1, random.Random(i).randrange(1, 3000)) for i in range(256)]
-    check_attention((16, 8), 128, 16, torch.bfloat16, rows)
+@pytest.mark.parametrize("heads, dtype, rows, window", [
+    ((32, 8), torch.bfloat16, [(50, 30_000)], None),  # a prefill of few tiles, whose keys are split
+    ((32, 8), torch.bfloat16, [(1, 30_000)] + [(1, 500)] * 31, None),  # a long row beside others
+    ((32, 8), torch.float16, [(1, 200), (5, 9000)] * 20, 6000),
+    ((16, 8), torch.bfloat16, [(1, random.Random(i).randrange(1, 3000)) for i in range(256)], None),
+], ids=["a turn", "decodes", "drafts", "a full batch"])
+def test_long_rows_and_many(heads, dtype, rows, window):
+    check_attention(heads, 128, 16, dtype, rows, window)
 
 
 # ---------------------------------------------------- norms, RoPE, gates, MoE
