@@ -13,7 +13,7 @@ from scratch_copies import applied, check, needs_time
 from course.scratch import tasks
 
 EXERCISES, BUGS = tasks("exercise"), tasks("bug")
-BUGS_IN_CI = ["2", "11", "12"]
+BUGS_IN_CI = ["2", "12"]
 
 
 @pytest.mark.parametrize("number", ["1", *(pytest.param(n, marks=needs_time)
@@ -32,20 +32,15 @@ def test_a_check_fails_at_what_is_not_written_and_passes_with_what_is(number, co
     assert re.fullmatch(r"\d+ tests pass\.", said.strip())
 
 
-FORGETS = ("            seq.num_inflight_tokens -= num_done\n", "",
-           ["tests/test_scheduler.py::", "sequence A has computed 10 tokens in blocks for 8",
-            "nanoserve/block_manager.py:", "step 0: 8 tokens | A 0..5 ↦ | B 0..3"])
-ENDS_EARLY = ("elif len(seq.token_ids) >= request.", "elif seq.num_tokens >= request.",
-              ["step 3: 0 tokens\n            ended: A (length)"])
+FORGETS = "            seq.num_inflight_tokens -= num_done\n"
 
 
-@pytest.mark.parametrize("old, new, expected", [FORGETS, ENDS_EARLY], ids=["forgets", "too early"])
-def test_a_failure_tells_the_test_the_audit_and_the_steps(copy, old, new, expected):
-    """A body that is wrong: the sentence of the audit, the steps up to there, and who ended."""
+def test_a_failure_tells_the_test_the_audit_and_the_steps(copy):
+    """A body that is wrong: the sentence of the audit, and the steps up to there."""
     task = EXERCISES["5"]
     path = copy / task.file
     whole = path.read_text(encoding="utf-8")
-    broken = whole.replace(old, new)
+    broken = whole.replace(FORGETS, "")
     assert broken != whole
     path.write_text(broken, encoding="utf-8")
     try:
@@ -53,7 +48,9 @@ def test_a_failure_tells_the_test_the_audit_and_the_steps(copy, old, new, expect
     finally:
         path.write_text(whole, encoding="utf-8")
     assert status == 1
-    for words in expected:
+    for words in ("tests/test_scheduler.py::", "nanoserve/block_manager.py:",
+                  "sequence A has computed 10 tokens in blocks for 8",
+                  "step 0: 8 tokens | A 0..5 ↦ | B 0..3"):
         assert words in said, said
 
 
