@@ -16,7 +16,7 @@ import pytest
 import real_tokenizers as real
 import regex
 import torch
-from checkpoints import Reference, byte_tokenizer, sample_logits
+from checkpoints import EOS, Reference, byte_tokenizer, sample_logits
 from grammars import ENDS, PADDED, TOKENIZER, padded_checkpoint, start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -52,8 +52,8 @@ def sequence(output=(), prompt=(1, 2)) -> Sequence:
     return seq
 
 
-def allowed(parser: Grammar, seq: Sequence) -> set[int]:
-    mask = parser.mask(seq, [], NONE, [])
+def allowed(parser: Grammar, seq: Sequence, drafts=()) -> set[int]:
+    mask = parser.mask(seq, list(drafts), NONE, [])
     return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
 
 
@@ -94,6 +94,19 @@ def test_tokens_that_may_come_are_those_that_can_still_match(vocabulary, pattern
                 break
             output.append(rng.choice(sorted(found)))
             text += ascii_ids[output[-1]]
+
+
+def test_a_mask_for_each_position_of_the_drafts():
+    """Behind every draft the mask is that of a text which has it; and then it is as if nothing had
+    been read. Behind a draft that is forbidden everything may come: it is thrown away."""
+    grammar = Grammars(TOKENIZER, PADDED).compile({"regex": "ab(c|d[0-9])e"}, frozenset(ENDS))
+    a, b, c, d, e, five = TOKENIZER.encode("abcde5")
+    seq, parser = sequence([a]), grammar.fresh()
+    for drafts in ([], [b], [b, d], [b, d, five], [b, d, five, e], [b, c, e]):
+        assert allowed(parser, seq, drafts) == allowed(grammar.fresh(), sequence([a, *drafts]))
+    assert allowed(parser, seq, [b, e]) >= set(range(PADDED))
+    assert allowed(parser, seq, [b, EOS]) >= {a, b, c}, "a text may not end there"
+    assert allowed(parser, seq) == {b} and parser.forced(seq, 9) == [b]
 
 
 @pytest.mark.parametrize("vocab_size", [256, 257, 259, 260, 261, 263, 264, 265])
