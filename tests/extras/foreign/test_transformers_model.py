@@ -415,6 +415,7 @@ def test_replays_write_transformers_text(made, recorded, name):
 
 
 @needs_interpreter
+@pytest.mark.full  # test_recurrent.py has one by default
 def test_what_a_recording_would_freeze_is_found_at_the_start(made, recorded, capsys, monkeypatch):
     """A network that takes its position from the host: a replay would stay where it began."""
     run = TransformersModel.run
