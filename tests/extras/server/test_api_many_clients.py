@@ -12,13 +12,11 @@ import subprocess
 import sys
 
 import pytest
-from serving import Serving
+from serving import CHAT, PROMPT, Serving
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.hub import find_model
 
-PROMPT = "Once upon a time"
-CHAT = [{"role": "user", "content": "Tell me a story."}]
 ASKED = dict(temperature=0, max_tokens=10)
 DOCUMENTS = ["It rained all day.", "The king had three daughters.", "A fox ran over the hill."]
 QUERY = "Who is the king?"
@@ -56,8 +54,7 @@ def pooling():
 
 @pytest.fixture
 def told(server) -> str:
-    [output] = server.llm.generate([PROMPT], SamplingParams(**ASKED), use_tqdm=False)
-    return output.outputs[0].text
+    return server.offline(**ASKED).outputs[0].text
 
 
 @pytest.fixture

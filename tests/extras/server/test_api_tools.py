@@ -251,15 +251,18 @@ CALLS = [("weather", dict(city="Rome", days=2)), ("stop", {})]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thought_answer_and_calls_of_one_text(stream):
-    body = ChatBody(**BODY, stream=stream)
+@pytest.mark.parametrize("parallel", [None, False])
+def test_thought_answer_and_calls_of_one_text(stream, parallel):
+    """Of calls that nobody wants the first stays."""
+    body = ChatBody(**BODY, stream=stream, parallel_tool_calls=parallel)
+    expected = CALLS[:1] if parallel is False else CALLS
     words = ["It ", "asks.\n</thi", "nk>\n", "\n", *WORDS]
     got = told(body, "Qwen3.5", words)
     if stream:
         choices = [event["choices"][0] for event in got]
         deltas = [choice["delta"] for choice in choices]
         calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-        assert [call.pop("index") for call in calls] == [0, 1]
+        assert [call.pop("index") for call in calls] == list(range(len(expected)))
         message = {key: "".join(delta.get(key) or "" for delta in deltas)
                    for key in ("content", "reasoning_content", "reasoning")}
     else:
@@ -268,7 +271,7 @@ def test_thought_answer_and_calls_of_one_text(stream):
     assert message["content"] == "I will look."
     assert message["reasoning_content"] == message["reasoning"] == "It asks."  # vLLM's name, too
     assert [(call["function"]["name"], json.loads(call["function"]["arguments"]))
-            for call in calls] == CALLS
+            for call in calls] == expected
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
@@ -317,12 +320,6 @@ def test_a_stop_string_within_a_call_cuts_it(server):
         text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
         [choice] = told(body, "Qwen2.5", [text, " So"], stopped="So")["choices"]
         assert choice["finish_reason"] == ("tool_calls" if name == "stop" else "stop")
-
-
-def test_of_calls_that_nobody_wants_the_first_stays():
-    body = ChatBody(**BODY, parallel_tool_calls=False)
-    message = told(body, "Qwen3.5", ["</think>", *WORDS])["choices"][0]["message"]
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
 
 
 def test_what_a_thinking_model_is_kept_to(server):
