@@ -35,15 +35,6 @@ def test_a_dry_run_fails_where_a_line_of_a_table_does(tmp_path, monkeypatch):
         gpu.main(["--dry-run", "--part", "attention", "--out", str(tmp_path)])
 
 
-@pytest.mark.full
-def test_the_quick_part_is_a_few_shapes_and_one_model(tmp_path, capsys):
-    results = gpu.main(["--dry-run", "--quick", "--out", str(tmp_path)])
-    assert len(results["decode table"]) == 2 and len(results["prefill table"]) == 2
-    assert results["Qwen3-0.6B throughput"]["output_tok_per_s"] > 0
-    assert json.loads((tmp_path / "quick.json").read_text()) == results
-    assert "quick.json" in capsys.readouterr().out
-
-
 def test_models_without_room_are_left_out(monkeypatch, capsys):
     """8B in 16 bits is 16.4 GB, and 0.6B 1.2: sizes of Qwen3's published files."""
     for total, left in ((8, ["Qwen3-0.6B"]), (24, ["Qwen3-0.6B", "Qwen3-8B"])):
