@@ -160,6 +160,7 @@ class Ranks:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place, on every rank."""
         if self.size > 1:
+            assert x.is_contiguous(), "gloo would add what lies between the numbers of a view"
             self._run(self.group.allreduce, [x], _options(dist.AllreduceOptions))
         return x
 
