@@ -99,6 +99,17 @@ def test_the_least_recently_used_adapter_makes_room(voices):
         voices.check(llm, [2, 3, None], "loaded again, into another's place")
 
 
+def test_what_no_step_needed_is_not_kept(voices):
+    """Adapters that are named one after the other, as a server does at its start, wait for the
+    next step in their columns: two of them, though four were read."""
+    with LLM(voices.base, **SMALL) as llm:
+        for seed in (1, 2, 3, 1):
+            llm.make_request("", [0], lora_request=voices.request(seed))
+        assert len(llm.runner.adapters.unsent) == 2
+        voices.check(llm, [3, 1, None, 1, 3])
+        assert not llm.runner.adapters.unsent
+
+
 def test_an_adapter_that_a_request_needs_stays(voices):
     prompt = {"prompt_token_ids": PROMPTS[0]}
     with LLM(voices.base, **SMALL | dict(max_loras=1)) as llm:
