@@ -147,6 +147,15 @@ def test_blocks_of_images_come_back_from_a_folder_for_the_same_images(
     assert found == [0, 16, whole, whole, whole]  # the image begins in the second block
 
 
+def test_an_image_under_another_salt_is_another_prefix(folders, seers):
+    seer = seers["qwen2.5-vl"]
+    prompt = seer.prompt(seer.picture(4, 6, 1), before=22, behind=9)
+    with start(folders["qwen2.5-vl"]) as llm:
+        found = [llm.generate(prompt | salt, GREEDY, use_tqdm=False)[0].num_cached_tokens > 0
+                 for salt in ({}, dict(cache_salt="a"), dict(cache_salt="a"), {})]
+    assert found == [False, False, True, True]
+
+
 def test_another_dtype_or_grid_is_another_image(folders, seers):
     wide, tall = (seers["qwen2.5-vl"].picture(*size, 1) for size in ((4, 6), (6, 4)))
     assert wide["pixel_values"].equal(tall["pixel_values"])
