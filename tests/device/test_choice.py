@@ -54,11 +54,14 @@ def cards(monkeypatch):
     return capabilities
 
 
-def test_a_gpu_is_chosen_by_its_number(cards):
+def test_a_gpu_is_chosen_by_its_number(cards, monkeypatch):
     assert [pick_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
         "cuda", "cpu", "cuda", "cuda:1"]
     with pytest.raises(ValueError, match="device='cuda:2'.*cuda:0, cuda:1"):
         pick_device("cuda:2")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80"])  # code for no 9.x
+    with pytest.raises(ValueError, match="card 1.*9.0.*sm_80"):
+        pick_device("cuda:1")
 
 
 @pytest.mark.parametrize("capability, runs", [
