@@ -96,15 +96,13 @@ def test_what_is_recorded():
 # ---------------------------------------------------------- the same tokens
 
 
-@pytest.mark.parametrize("depth, counts", [(0, (3,)), (1, (5, 1, 3))])
-def test_every_batch_size_equals_transformers(checkpoints, references, recorded, depth, counts):
+def test_every_batch_size_equals_transformers(checkpoints, references, recorded):
     """All requests, one, and some, on the same engine: they end one after the other, so that each
-    size is replayed, with rows that change, leave early and leave stale numbers behind. Without
-    overlap the host knows each row's input, which is all that differs."""
-    engine = start(checkpoints["tiny"], depth, max_num_seqs=5)
+    size is replayed, with rows that change, leave early and leave stale numbers behind."""
+    engine = start(checkpoints["tiny"], max_num_seqs=5)
     assert [size.rows for size in engine.runner.graphs.sizes if not size.drafts] == [
         1, 2, 4, 5]
-    for count in counts:
+    for count in (5, 1, 3):
         prompts = [[10 * count + i, 7, 60 + i] + [40 + i] * (5 * i) for i in range(count)]
         params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=3 + i)
                   for i in range(count)]
@@ -113,7 +111,7 @@ def test_every_batch_size_equals_transformers(checkpoints, references, recorded,
         for output, asked in zip(outputs, params, strict=True):
             expected, gaps = references("tiny", output.prompt_token_ids, 12)
             assert_same_text(output.outputs[0].token_ids, expected[:asked.max_tokens], gaps,
-                             f"{count} rows, depth {depth}")
+                             f"{count} rows")
         assert len(recorded) >= 1 + count, "decodes must have been replayed"
         sizes = {engine.runner.graphs.size_for(decodes(range(n + 1))) for n in range(count)}
         assert set(recorded) == sizes, "each size must have been replayed"
@@ -253,7 +251,7 @@ def test_forced_tokens_among_recorded_steps(checkpoints, references, recorded):
 def test_drafts_among_recorded_steps(checkpoints, recorded):
     """Steps with drafts of some rows, or of all, are replayed as those between, and so are the
     decodes of a draft model. Drawn and filtered tokens go through the kernel that draws, several
-    for a row."""
+    for a row. Without overlap: the host knows each row's input."""
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(0, 240, 12))]
     params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
               SamplingParams(temperature=0.4, top_k=40, top_p=0.9, seed=3, max_tokens=8,
@@ -264,7 +262,7 @@ def test_drafts_among_recorded_steps(checkpoints, recorded):
         return [output.outputs[0].token_ids for output in outputs]
 
     options = dict(depth=0, max_num_seqs=2)
-    expected = texts(start(checkpoints["tiny"], **options))
+    expected = texts(start(checkpoints["tiny"], **options, enforce_eager=True))
     engine = start(checkpoints["tiny"], **options, speculative_config=dict(
         method="draft_model", model=str(checkpoints["tiny"]), num_speculative_tokens=2))
     turns, [propose] = iter(range(100)), engine.scheduler.hooks.draft
