@@ -72,10 +72,10 @@ def test_a_response_is_a_chats_answer_whole_and_streamed(server, choice):
     limit = 120 if choice else 9
     said, usage = chat(server, max_tokens=limit, **choice)
     body = dict(input=ITEMS, tools=FUNCTIONS, instructions="Be kind.", temperature=0,
-                max_output_tokens=limit, metadata=dict(run="5")) | choice
+                max_output_tokens=limit, metadata=dict(run="\ud800")) | choice
     _, whole = server.ask(RESPONSES, body)
     [item] = whole["output"]
-    assert whole["metadata"] == dict(run="5")
+    assert whole["metadata"] == dict(run="\ud800")
     assert whole["status"] == ("completed" if choice else "incomplete")
     assert whole["usage"]["output_tokens"] == usage["completion_tokens"]
     if choice:
