@@ -121,8 +121,10 @@ def test_what_drafts_brought_is_told_by_position(qwen3):
 def test_any_name_of_a_model_can_be_read_again(qwen3):
     with make(qwen3) as llm:
         for name in ('say "x"', "back\\slash", "two\nlines"):
-            [family, *_] = text_string_to_metric_families(prometheus.text(llm, name))
+            text = prometheus.text(llm, name)
+            [family, *_] = text_string_to_metric_families(text)
             assert family.samples[0].labels["model_name"] == name
+            assert "\nvllm:generation_tokens_total{" in text  # the parser adds "_total" itself
 
 
 def test_a_scrape_waits_for_no_step(qwen3):
