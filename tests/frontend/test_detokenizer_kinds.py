@@ -169,6 +169,9 @@ def test_random_bytes_between_words(name, data, skip):
     seen, final, _ = stream(name, prompt, output, skip_special_tokens=skip)
     assert re.fullmatch(may_read(name, output, skip), final, re.S)
     assert len(output) > PATIENCE or not any(visible.endswith(UNFINISHED) for visible in seen)
+    _, unwatched, _ = stream(name, prompt, output, skip_special_tokens=skip,
+                             output_kind=RequestOutputKind.FINAL_ONLY)
+    assert unwatched == final
 
 
 @every_lossless
@@ -210,6 +213,13 @@ def test_stop_strings_of_many_bytes(name, stop, found, include):
     assert final.lstrip(" ") == before + (stop_itself if include else "")
     assert stop_string == found
     assert all(before.startswith(visible.lstrip(" ")) for visible in seen)
+
+
+def test_a_stop_string_that_only_the_end_reveals_is_told():
+    """The last token brings the stop string and half of a character, and the output is over: the
+    text is cut there, so the caller has to be told why."""
+    half = TOKENIZERS["qwen"].convert_tokens_to_ids("ĠnaÃ")
+    assert stream("qwen", [], [half], stop="na") == ([""], " ", "na")
 
 
 def plain(name, prompt, output, stops, include) -> tuple[list[str], str, str | None]:

@@ -26,7 +26,7 @@ from nanoserve.frontend.detokenizer import PATIENCE, Detokenizer
 
 CHARACTERS = bytes_to_unicode()
 RUNS = {"FF": b"\xff", "E4 BD": b"\xe4\xbd", "F0 9F 98 FF": b"\xf0\x9f\x98\xff", "80": b"\x80",
-        "FF E4 BD 80": b"\xff\xe4\xbd\x80", "skipped": b""}
+        "FF E4 BD 80": b"\xff\xe4\xbd\x80", "skipped": b"", "a text": b"ab "}
 
 
 class Counting:
@@ -71,6 +71,23 @@ def test_each_token_of_a_run_without_text_costs_the_same_and_is_soon_shown(name,
     assert sum(lengths) < 3 * PATIENCE * len(output)
     for n in range(PATIENCE + 1, 600 if RUNS[run] else 0):
         assert len(seen[n]) >= len(truth(name, prompt, output[:n])) - PATIENCE - 1
+
+
+@pytest.mark.parametrize("prompt", ["the", "\n"])
+@pytest.mark.parametrize(("raw", "text"), [
+    (b"\n\xf0\x9f\x98\x80\xf0", "\n😀\ufffd"),  # six broken ones in one place, four in another
+    (b"\n\xf0", "\n\ufffd"), (b"\xf0\x9f", "\ufffd\ufffd")])
+def test_a_broken_character_spoils_nothing_before_it(prompt, raw, text):
+    """A decoder with byte tokens gives one U+FFFD for each of a run if the run is no UTF-8."""
+    prompt, output = (byte_ids("gemma", one) for one in (prompt.encode(), raw))
+    for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY):
+        assert read("gemma", prompt, output, output_kind=kind)[1] == text
+
+
+def test_behind_a_prompt_of_half_characters_the_output_stands_alone():
+    """A prompt of token ids may be cut anywhere. What follows is neither lost nor joined to it."""
+    _, final, _ = read("qwen", byte_ids("qwen", b"\xe2" * 9), byte_ids("qwen", b"\x80x"))
+    assert final == "\ufffdx"
 
 
 @every_lossless
