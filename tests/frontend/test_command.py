@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.frontend import command as command_file
 from nanoserve.frontend.command import command
 
 pytestmark = pytest.mark.floor
@@ -87,11 +86,3 @@ def test_a_command_leaves_the_handler_that_it_finds():
     thread.start()
     thread.join(60)
     assert seen == [signal.default_int_handler]
-
-
-def test_the_helper_itself_takes_nothing_to_import():
-    """Before it is there, Ctrl-C prints a traceback."""
-    code = ("import sys, nanoserve.frontend.command; "
-            "print(*[name for name in sys.modules if name.startswith('nanoserve')])")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["nanoserve", "nanoserve.frontend", command_file.__name__]

@@ -52,6 +52,9 @@ RIGHT = {  # content, empty content, arguments; whether calls are written
     "plain text": (str, "", str), "llama guard": (list, [], dict), "mistral": (str, "", dict)}
 
 
+THOUGHTS = "{% for m in messages %}<{{ m.reasoning_content }}>{{ m.content }}{% endfor %}"
+
+
 def expected(name: str, messages: list[dict]) -> str:
     return TOKENIZER.apply_chat_template(messages, tokenize=False, chat_template=TEMPLATES[name])
 
@@ -60,9 +63,13 @@ def got(name: str, messages: list[dict]) -> str:
     return render_messages(messages, lambda given: expected(name, given))
 
 
-def call(arguments, **more) -> dict:
-    return dict(id="call_1", type="function", function=dict(name="weather", arguments=arguments),
-                **more)
+def rendered(template: str, messages: list[dict], tools: list | None = None) -> str:
+    return render_messages(messages, partial(TOKENIZER.apply_chat_template, tokenize=False,
+                                             chat_template=template), tools)
+
+
+def call(arguments) -> dict:
+    return dict(id="call_1", type="function", function=dict(name="weather", arguments=arguments))
 
 
 @pytest.mark.parametrize("content", [dict(content=None), dict(content=""), dict(content=[]), {}],
@@ -111,10 +118,7 @@ def test_an_answer_comes_back_as_the_client_got_it(name, content, nothing):
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_a_thought_comes_back_by_either_name(name):
     """vLLM's answers call it `reasoning`, and templates read DeepSeek's `reasoning_content`."""
-    template = "{% for m in messages %}<{{ m.reasoning_content }}>{{ m.content }}{% endfor %}"
-    sent = dict(role="assistant", content="Hi!") | {name: "Hm."}
-    assert render_messages([sent], lambda given: TOKENIZER.apply_chat_template(
-        given, tokenize=False, chat_template=template)) == "<Hm.>Hi!"
+    assert rendered(THOUGHTS, [dict(role="assistant", content="Hi!") | {name: "Hm."}]) == "<Hm.>Hi!"
 
 
 @pytest.mark.parametrize(("name", "becomes"), [
@@ -125,19 +129,18 @@ def test_a_developer_is_the_system_where_only_that_is_known(name, becomes):
     assert got(name, chat) == expected(name, [chat[0] | dict(role=becomes), chat[1]])
 
 
-@pytest.mark.parametrize("role", ["tool", "critic", "function"])
+@pytest.mark.parametrize("role", ["tool", "critic"])
 def test_no_message_is_dropped_without_a_word(role):
     """Also where the same words stand elsewhere in the prompt."""
     chat = [dict(role="user", content="Hello"), dict(role=role, content="Hello")]
     with pytest.raises(ValueError, match=f"does not write this message.*'role': '{role}'"):
         got("old llama", chat)
-    assert got("old llama", [chat[0], dict(role="assistant", content="")])
-    silent = [chat[0], dict(role="assistant", content="")]  # a model without tools: as if none
+
+
+def test_a_model_without_tools_sees_no_call():
+    chat = [dict(role="user", content="Hello"), dict(role="assistant", content="")]
     assert got("old llama", [chat[0], dict(role="assistant", tool_calls=[call({})])]) == got(
-        "old llama", silent)
-    with pytest.raises(ValueError, match="does not write this message.*'Second'"):
-        render_messages([dict(role="user", content="First"), dict(role="critic", content="Second")],
-                        lambda messages: str(messages[0]["content"]))
+        "old llama", chat)
 
 
 def test_texts_that_a_template_changes_are_not_missed():
@@ -149,24 +152,19 @@ def test_texts_that_a_template_changes_are_not_missed():
 
 
 @pytest.mark.parametrize(("message", "words"), [
-    (dict(role="user", content=None), "content must be text"), (dict(role="user"), "must be text"),
+    (dict(role="user", content=None), "messages.1: .*content"),
+    (dict(role="user", content=5), "messages.1: .*content"),
     (dict(role="user", content=[dict(type="text", text="x" * 99), dict(type="image_url")]),
-     r"^messages\.1\.content\.1: .*got {'type': 'image_url'}"),
-    (dict(role="user", content=[dict(type="text")]), "content must be text"),
-    (dict(role="user", content=[dict(type="text", text=5)]), "content must be text"),
-    (dict(content="x"), "messages.1: a message needs a 'role'.*x"),
-    (dict(role=None, content="x"), "needs a 'role'"),
-    (dict(role="", content="x"), "needs a 'role'"),
-    (dict(role=["user"], content="x"), "needs a 'role'"),
-    (dict(role="user", content=5), "content must be text"),
+     r"^messages\.1\.content\.1: .*image_url"),
+    (dict(role="user", content=[dict(type="text", text=5)]), "messages.1.content.0: "),
     (dict(role="user", content=[dict(type="document", source=dict(
         type="base64", media_type="application/pdf", data="x"))]),
-     "messages.1.content.0: .*got {'type': 'document'"),
-    (dict(role="assistant", tool_calls=[dict(function={})]), "each with a name"),
-    (dict(role="assistant", tool_calls=[5]), "tool_calls must be a list of functions"),
-    (dict(role="assistant", tool_calls=5), "tool_calls must be a list of functions"),
-    (dict(role="assistant", tool_calls=[dict(function="f")]), "must be a list of functions"),
-    (dict(role="assistant", function_call="f"), "must be a list of functions")], ids=str)
+     "messages.1.content.0: .*document"),
+    (dict(role="", content="x"), "messages.1: .*role"),
+    (dict(role=["user"], content="x"), "messages.1: .*role"),
+    (dict(role="assistant", tool_calls=[dict(function={})]), "tool_calls"),
+    (dict(role="assistant", tool_calls=5), "tool_calls"),
+    (dict(role="assistant", function_call="f"), "tool_calls")], ids=str)
 def test_what_is_no_message_is_refused_by_name(message, words):
     with pytest.raises(ValueError, match=words):
         got("qwen coder", [dict(role="user", content="a"), message])
@@ -179,11 +177,8 @@ def test_a_call_without_arguments_has_an_empty_object():
         assert "weather({})" in got("plain text", chat)
 
 
-BAD_ARGUMENTS = ('{"city": ', "null", "[1]", "no json", '{"a": 1}}', '"Rome"',
-                 "[" * 10 ** 6, [1], 7)
-
-
-@pytest.mark.parametrize("given", BAD_ARGUMENTS, ids=range(len(BAD_ARGUMENTS)))
+@pytest.mark.parametrize("given", ['{"city": ', "null", "[" * 10 ** 6, [1]],
+                         ids=["cut", "null", "deep", "a list"])
 def test_arguments_that_are_no_object_go_with_a_warning(given):
     """A limit had cut them, and each later turn of the agent was refused."""
     chat = [dict(role="user", content="a"), dict(role="assistant", tool_calls=[call(given)]),
@@ -232,11 +227,6 @@ def test_what_agents_say_to_the_system_is_written(name, sent):
         chat[:3] = [("user", f"{chat[0][1]}\n{joined}")]
     assert rendered(RULES[name], [dict(role=role, content=text) for role, text in sent]) == "".join(
         f"<{role}>{text}\n" for role, text in chat)
-
-
-def rendered(template: str, messages: list[dict], tools: list | None = None) -> str:
-    return render_messages(messages, partial(TOKENIZER.apply_chat_template, tokenize=False,
-                                             chat_template=template), tools)
 
 
 def test_a_text_beside_a_call_goes_with_a_warning_if_the_template_wants_it():
@@ -325,8 +315,7 @@ def test_texts_have_several_kinds_of_parts():
     assert got("chatml", [dict(role="user", content=[
         dict(type="input_text", text="Hi"), document, blocks])]) == (
             "<user>Hi\nNotes\n A text.\nA block.\n")
-    template = "{% for m in messages %}<{{ m.reasoning_content }}>{{ m.content }}{% endfor %}"
-    assert rendered(template, [dict(role="assistant", content=[
+    assert rendered(THOUGHTS, [dict(role="assistant", content=[
         dict(type="thinking", thinking="Hm.", signature="x"),
         dict(type="output_text", text="No:"), dict(type="refusal", refusal="I can't.")])]) == (
             "<Hm.>No:\nI can't.")
@@ -343,11 +332,7 @@ def test_what_looks_like_python_in_a_text_is_no_fault_of_the_template():
                                     dict(role="assistant", content="")])
 
 
-SEE = {  # templates of models that see: by parts alone; by either; texts behind all images
-    "smolvlm": (
-        "{% for m in messages %}<{{ m.role }}>{% if m['content'][0]['type'] == 'image' %}:{% else "
-        "%}: {% endif %}{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}"
-        "{% elif p['type'] == 'image' %}[I]{% endif %}{% endfor %};{% endfor %}"),
+SEE = {  # templates of models that see: by parts or a text; texts behind all images
     "qwen vl": (
         "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{% if p.type == 'image' or 'image' in p %}[I]{% elif 'text' in p "
@@ -360,7 +345,6 @@ SEE = {  # templates of models that see: by parts alone; by either; texts behind
 
 
 @pytest.mark.parametrize(("name", "written"), [
-    ("smolvlm", "<system>: Be brief.;<user>: Hi [I] and [I]?;<assistant>: A cat.;"),
     ("qwen vl", "<system>Be brief.;<user>Hi [I] and [I]?;<assistant>A cat.;"),
     ("llava", "<system>Be brief. ;<user>[I][I]Hi   and  ? ;<assistant>A cat. ;")])
 def test_images_stay_among_their_texts(name, written):
@@ -368,8 +352,7 @@ def test_images_stay_among_their_texts(name, written):
     chat = [dict(role="system", content="Be brief."), dict(role="user", content=[
         dict(type="text", text="Hi "), image, dict(type="text", text=" and "), image,
         dict(type="text", text="?")]), dict(role="assistant", content="A cat.")]
-    assert render_messages(chat, lambda given: TOKENIZER.apply_chat_template(
-        given, tokenize=False, chat_template=SEE[name])) == written
+    assert rendered(SEE[name], chat) == written
 
 
 def test_calls_beside_images_are_in_the_templates_form_too():
@@ -377,17 +360,13 @@ def test_calls_beside_images_are_in_the_templates_form_too():
     chat = [dict(role="user", content=[Taken(type="image")]),
             dict(role="assistant", content=None, tool_calls=[call('{"city": "Rome"}')]),
             dict(role="tool", content=[dict(type="text", text="12"), Taken(type="image")])]
-    render = partial(TOKENIZER.apply_chat_template, tokenize=False)
-    assert render_messages(chat, partial(render, chat_template=SEE["qwen vl"])) == (
+    assert rendered(SEE["qwen vl"], chat) == (
         '<user>[I];<assistant>weather{"city": "Rome"};<tool>12[I];')
-    assert "weather" not in render_messages(chat, partial(render, chat_template=SEE["llava"]))
+    with pytest.warns(UserWarning, match="not write all calls"):
+        assert "weather" not in rendered(SEE["llava"], chat)
     with pytest.raises(ValueError, match="does not write this message"):  # its second text
-        first = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"
-        render_messages(chat[2:] + [dict(role="user", content=[
-            Taken(type="image"), dict(type="text", text="zz")])], partial(
-                render, chat_template=first))
-    with pytest.raises(ValueError, match=r"messages\.0\.content\.0: .*images where"):
-        render_messages([dict(role="user", content=[dict(type="image")])], render)
+        rendered("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", [
+            dict(role="user", content=[Taken(type="image"), dict(type="text", text="zz")])])
 
 
 def test_a_long_conversation_is_looked_through_once():

@@ -4,21 +4,18 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import sequence, stats
+from helpers import sequence
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extra import Extra
 from nanoserve.frontend.metrics import (
     STEP_TOKENS,
     Counter,
-    Distribution,
     EngineMetrics,
     Gauge,
     Histogram,
-    one_two_five,
 )
 from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.summary import summary
 
 GREEDY = dict(temperature=0, ignore_eos=True)
 
@@ -81,6 +78,8 @@ def test_the_engines_numbers_are_the_steps(qwen3, overlap):
     assert found["prompt_tokens"] == sum(len(out.prompt_token_ids) for out in outs)
     assert (found["request_successstop"], found["request_successlength"],
             found["request_successabort"]) == (1, 7, 0)
+    assert found["request_params_n"].buckets["1.0"] == len(outs) - 1  # one has two samples
+    assert found["request_params_n"].count == len(outs)
     sizes = found["iteration_tokens_total"]
     assert (sizes.count, sizes.sum) == (len(steps.sizes), sum(steps.sizes))
     assert sizes.buckets == {str(float(limit)): sum(size <= limit for size in steps.sizes)
@@ -147,6 +146,7 @@ def test_a_request_without_a_token_has_no_times(qwen3):
         llm.step()
         llm.abort_request("b")
         [out] = [out for out in llm.step() if out.request_id == "b"]
+        assert values(llm)["request_params_n"].count == 0
     m = out.metrics
     assert (m.scheduled_ts, m.first_token_ts, m.first_token_latency) == (0, 0, 0)
     assert m.queued_ts > 0 and (m.num_generation_tokens, m.num_cached_tokens) == (0, 0)
@@ -160,49 +160,11 @@ def test_a_second_sample_does_not_move_the_request(qwen3):
     assert out.metrics.scheduled_ts < out.metrics.first_token_ts
 
 
-def test_an_end_counts_once(qwen3):
-    """One sample of two ends by itself, then the request is aborted: a "stop" and an abort."""
-    with LLM(qwen3) as llm:
-        [both] = llm.generate([5, 6], SamplingParams(n=2, seed=4, max_tokens=9, ignore_eos=True),
-                              use_tqdm=False)
-        one, two = (sample.token_ids for sample in both.outputs)
-        stop = next(i for i, token in enumerate(one) if token not in two)
-        llm.add_request("x", [5, 6], SamplingParams(
-            n=2, seed=4, max_tokens=30, ignore_eos=True, stop_token_ids=[one[stop]]))
-        for _ in range(stop + 1):
-            llm.step()
-        llm.abort_request("x")
-        found = values(llm)
-    assert (found["request_successstop"], found["request_successabort"]) == (1, 1)
-
-
-def test_samples_run_side_by_side(qwen3):
-    """By hand: two samples of 5 tokens, 10 ms apart, take 40 ms: 10 ms per token, not 40 / 9."""
-    m = stats(0.1, 5, 0.010)
-    m.num_generation_tokens, m.num_samples = 10, 2
-    assert " | 10.0 ms per output token | " in summary([m], 1.0)
-    m.num_generation_tokens = 2
-    assert "per output token" not in summary([m], 1.0)
-    with LLM(qwen3) as llm:
-        [out] = llm.generate([1, 2], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
-    assert out.metrics.num_samples == 3
-
-
-def test_buckets_count_what_is_at_most_so_large():
-    assert one_two_five(30) == (1, 2, 5, 10, 20) and one_two_five(100)[-1] == 100
-    distribution = Distribution((1, 5))
-    for value in (0.5, 1, 1.1, 5, 7):
-        distribution.observe(value)
-    read = distribution.read("name")
-    assert read.buckets == {"1.0": 2, "5.0": 4, "+Inf": 5}
-    assert (read.count, read.sum) == (5, 14.6)
-
-
 def test_times_on_a_clock_that_is_set_by_hand():
     """Queued at 1, begun at 4, tokens at 10, 12 and 15; the last step brings three, which share its
     time. It arrived half a second before it was queued."""
     times = iter([1.0, 4.0, 10.0, 12.0, 15.0])
-    metrics = EngineMetrics(True, 64, clock=lambda: next(times), wall=lambda: 109.5)
+    metrics = EngineMetrics(True, 50, clock=lambda: next(times), wall=lambda: 109.5)
     seq = sequence("0", [1, 2], SamplingParams(max_tokens=9), 0)
     metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats(arrival_time=100.0)))
     metrics.scheduled(SimpleNamespace(num_new_tokens={seq: 2}, preempted=[], admitted=[seq],
@@ -224,6 +186,7 @@ def test_times_on_a_clock_that_is_set_by_hand():
     assert sums["request_time_per_output_token_seconds"] == (1, 1.25)
     assert sums["iteration_tokens_total"] == (3, 7)
     assert not metrics.open and not metrics.last_token
+    assert metrics.histograms["request_prompt_tokens"].limits == (1, 2, 5, 10, 20, 50)
 
 
 def test_a_sequence_that_pauses_has_waited_since_its_own_last_token():

@@ -17,13 +17,16 @@ def test_the_summary_by_hand():
     assert line == ("3 requests in 2.00 s | TTFT mean 200.0 ms, p99 300.0 ms | 20.0 ms per output "
                     "token | 6 output tok/s | prefix hits 5% of 1,280 prompt tokens | "
                     "2 preemptions")
-
-
-def test_the_summary_of_one_token_and_of_nothing():
-    assert summary([stats(1.5, 1, num_prompt_tokens=1, num_preemptions=1)], 1.5) == (
-        "1 request in 1.50 s | TTFT mean 1.50 s, p99 1.50 s | 1 output tok/s | prefix hits 0% of 1 "
-        "prompt tokens | 1 preemption")
     assert summary([], 0.0).startswith("0 requests in 0.00 s | 0 output tok/s")
+
+
+def test_samples_run_side_by_side():
+    """By hand: two samples of 5 tokens, 10 ms apart, take 40 ms: 10 ms per token, not 40 / 9."""
+    m = stats(0.1, 5, 0.010)
+    m.num_generation_tokens, m.num_samples = 10, 2
+    assert " | 10.0 ms per output token | " in summary([m], 1.0)
+    m.num_generation_tokens = 2
+    assert "per output token" not in summary([m], 1.0)
 
 
 @pytest.mark.parametrize("count, rank", [(1, 1), (10, 10), (99, 99), (100, 99), (101, 100),
