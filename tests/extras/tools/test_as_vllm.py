@@ -189,16 +189,10 @@ def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
 
 @pytest.mark.parametrize("line, said", [
     ("from vllm.sampling_params import BeamSearchParams", "ask for n samples"),
-    ("from vllm.assets.image import ImageAsset", "an image of PIL"),
     ("from vllm import SamplingParam", "SamplingParams"),
-    ("import vllm; vllm.xyzzy", "it is not here"),
     ("from vllm.logprobs import Logprob; from vllm import ModelRegistry", "row in checkpoint"),
-    ("from vllm import envs", "options of LLM"),
-    ("from vllm.model_executor.models.registry import ModelRegistry", "row in checkpoint"),
     ("import vllm.envs as envs; envs.VLLM_USE_V1", "options of LLM"),
-    ("from vllm.v1.sample.logits_processor import LogitsProcessor", "functions of a request"),
-    ("from vllm.worker.worker import Worker", "vllm.worker.worker.Worker: it is not here"),
-    ("from vllm.config import KVTransferConfig", "kv_store='folder'")])
+    ("from vllm.worker.worker import Worker", "vllm.worker.worker.Worker: it is not here")])
 def test_a_name_that_is_missing_says_what_to_use(tmp_path, line, said):
     with pytest.raises(ImportError, match=said):
         run(tmp_path, line)
@@ -218,11 +212,6 @@ def test_words_of_older_vllms_are_translated_and_others_refused():
         with pytest.raises(ValueError, match=said):
             as_vllm.import_module("nanoserve_extras.tools.as_vllm_trl").TrainersLLM(
                 str(BUNDLED_MODEL), **wrong)
-
-
-def test_a_pooler_config_of_another_task_is_refused():
-    with pytest.raises(ValueError, match="task='classify'"):
-        LLM(runner="pooling", pooler_config=dict(task="classify"), **SMALL)
 
 
 def test_without_a_script_the_usage_is_said(capsys, monkeypatch):

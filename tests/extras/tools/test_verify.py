@@ -2,7 +2,6 @@
 did. The wrong ones are the real engine with one fault put in; near-ties are made by hand."""
 
 import shutil
-from itertools import pairwise
 
 import pytest
 import torch
@@ -53,26 +52,21 @@ def sabotage(monkeypatch, fault) -> None:
     monkeypatch.setattr(verify, "LLM", Sabotaged)
 
 
-def test_every_mode_runs_on_plain_operators(capsys, qwen3):
-    code, rows, _ = run(capsys, qwen3, "--kernels", "torch", "--num-prompts", 4, "--max-tokens", 6)
-    assert code == 0 and list(rows) == list(MODES)
-
-
 def test_a_right_engine_passes_in_every_mode(capsys, qwen3):
-    code, rows, out = run(capsys, qwen3)
+    code, rows, out = run(capsys, qwen3, "--num-prompts", 8, "--max-tokens", 12)
     assert code == 0
     assert list(rows) == list(MODES)
     for name, row in rows.items():
         mode = MODES[name]
         times = mode.n * mode.rounds * (1 + mode.restarts)
-        assert row["texts"] == str(12 * times)
+        assert row["texts"] == str(8 * times)
         assert int(row["tokens"]) == times * int(rows["alone"]["tokens"])
         assert (row["equal"], row["near-ties"], row["differ"]) == ("all", "0", "0")
         assert bool(int(row["preempted"])) == mode.tiny
         assert not row["found"]
-    assert 280 < int(rows["alone"]["tokens"]) <= 12 * 24  # a text or two may end with an EOS
-    assert int(rows["prefix-cached"]["cached"]) > 300 and rows["batched"]["cached"] == "0"
-    assert int(rows["restarted from disk"]["cached"]) > 300
+    assert 80 < int(rows["alone"]["tokens"]) <= 8 * 12  # a text or two may end with an EOS
+    assert int(rows["prefix-cached"]["cached"]) > 100 and rows["batched"]["cached"] == "0"
+    assert int(rows["restarted from disk"]["cached"]) > 100
     assert out.endswith(f"{qwen3}: none of 15 modes differ from transformers; "
                         "near-ties: 0\n")
 
@@ -108,7 +102,7 @@ def test_texts_that_end_and_a_generation_config_full_of_options(capsys, monkeypa
     shutil.copytree(qwen3, folder)
     write_json(folder / "generation_config.json", repetition_penalty=5.0, temperature=0.1,
                forced_eos_token_id=EOS, eos_token_id=list(range(0, 256, 16)))
-    code, rows, _ = run(capsys, folder)
+    code, rows, _ = run(capsys, folder, "--kernels", "torch")
     assert code == 0
     assert {row["equal"] for row in rows.values()} == {"all"}
     assert 12 < int(rows["batched"]["tokens"]) < 12 * 24
@@ -134,6 +128,7 @@ def wrong_token(llm: LLM) -> None:
 
 
 def test_one_wrong_token_is_named(capsys, monkeypatch, qwen3):
+    """With a margin as wide as all logits it is a near-tie, shown and excused."""
     use_modes(monkeypatch, "batched", "overlap", "n=3")
     sabotage(monkeypatch, wrong_token)
     code, rows, out = run(capsys, qwen3, "--num-prompts", 4, "--max-tokens", 8)
@@ -147,41 +142,9 @@ def test_one_wrong_token_is_named(capsys, monkeypatch, qwen3):
     (found,) = rows["overlap"]["found"]
     assert found.startswith(f"prompt 2, token 5: {(theirs + 1) % 256} for {theirs}, gap ")
     assert "1 of 3 modes differ" in out
-
-
-def test_the_margin_can_be_chosen(capsys, monkeypatch, qwen3):
-    """With a margin as wide as all logits the same difference is a near-tie, shown and excused."""
-    use_modes(monkeypatch, "overlap")
-    sabotage(monkeypatch, wrong_token)
-    code, rows, out = run(capsys, qwen3, "--num-prompts", 4, "--max-tokens", 8, "--near-tie", 0.99)
-    assert code == 0
-    assert (rows["overlap"]["near-ties"], rows["overlap"]["differ"]) == ("1", "0")
+    code, rows, _ = run(capsys, qwen3, "--num-prompts", 4, "--max-tokens", 8, "--near-tie", 0.99)
+    assert code == 0 and (rows["overlap"]["near-ties"], rows["overlap"]["differ"]) == ("1", "0")
     assert "prompt 2, token 5" in rows["overlap"]["found"][0]
-    assert "none of 1 modes differ" in out and out.endswith("near-ties: 1\n")
-
-
-def test_positions_that_restart_behind_a_prefix_are_found(capsys, monkeypatch, checkpoints):
-    """MinivLLM #98: RoPE restarted at 0 behind a cached prefix. Prompts computed whole are right,
-    those in chunks or behind a hit are not."""
-
-    def fault(llm):
-        read = llm.runner.builder.read
-
-        def wrong_read(buffer):
-            batch = read(buffer)
-            ends = batch.cu_seqlens_q.tolist()
-            for first, end in pairwise(ends):
-                if end - first > 1:
-                    batch.positions[first:end] -= int(batch.positions[first])
-            return batch
-
-        llm.runner.builder.read = wrong_read
-
-    use_modes(monkeypatch, "alone", "batched", "chunks of 7", "prefix-cached")
-    sabotage(monkeypatch, fault)
-    code, rows, _ = run(capsys, checkpoints["llama3.1"], "--max-tokens", 8)
-    assert code == 1
-    assert [bool(int(row["differ"])) for row in rows.values()] == [False, False, True, True]
 
 
 def test_a_mode_that_raises_has_failed_and_the_others_go_on(capsys, monkeypatch, qwen3):
@@ -210,9 +173,7 @@ TEXT = Text([1], [5, 6, 7], gaps=[{5: 0.0, 8: 2.0}, {6: 0.0, 9: 3e-5, 8: 1.0}, {
     # Neither of the top two, which are nearly tied: that doesn't excuse a third token.
     ([5, 2, 7], 1, "token 1: 2 for 6, gap 1.0e+00 (near-ties: up to 1.0e-04)", False),
     ([5, 6], 2, "token 2: the end for 7", False),
-    ([], 0, "token 0: the end for 5", False),
     ([5, 6, 7, 8], 3, "token 3: 8 for the end", False),
-    ([8, 6], 0, "token 0: 8 for 5, gap 2.0e+00 (near-ties: up to 1.0e-04)", False),
 ], ids=str)
 def test_a_difference_is_judged_by_our_tokens_gap(ours, num_equal, found, near_tie):
     assert TEXT.compare(ours) == (num_equal, found, near_tie)
@@ -239,24 +200,16 @@ def test_the_margin_grows_with_the_logits():
 # ----------------------------------------------------------------------- the command
 
 
-def test_a_preempted_row_that_did_not_preempt_says_so(capsys, monkeypatch, qwen3):
-    use_modes(monkeypatch, "preempted")
-    code, rows, _ = run(capsys, qwen3, "--num-prompts", 1, "--max-tokens", 4)
-    assert code == 0 and rows["preempted (never!)"]["preempted"] == "0"
-
-
-@pytest.mark.parametrize("mode", ["offloaded", "restarted from disk"])
-@pytest.mark.parametrize("finds", [True, False])
-def test_a_row_that_loaded_no_block_says_so(capsys, monkeypatch, qwen3, mode, finds):
+@pytest.mark.parametrize("mode", ["preempted", "offloaded", "restarted from disk"])
+def test_a_row_in_which_what_it_is_for_did_not_happen_says_so(capsys, monkeypatch, qwen3, mode):
     """A store that never finds anything passed as one that brings back the right blocks."""
     def fault(llm):
-        if not finds:
-            llm.scheduler.hooks.find[:] = [lambda *args: 0]
+        llm.scheduler.hooks.find[:] = [lambda *args: 0]
 
     use_modes(monkeypatch, mode)
     sabotage(monkeypatch, fault)
-    code, _, out = run(capsys, qwen3, "--num-prompts", 4, "--max-tokens", 6)
-    assert code == 0 and (f"{mode} (never!)" in out) != finds
+    code, _, out = run(capsys, qwen3, "--num-prompts", 1, "--max-tokens", 4)
+    assert code == 0 and f"{mode} (never!)" in out
 
 
 def test_rows_for_several_ranks(capsys, monkeypatch, qwen3):
