@@ -154,6 +154,28 @@ def ones_are_twos(monkeypatch):
     collide(monkeypatch, lambda data: digest(ones if data == twos else data))
 
 
+@pytest.mark.parametrize("evict_first", [False, True])
+def test_chains_whose_parents_collide_stay_apart(ones_are_twos, evict_first):
+    """Two different first blocks with one key: everything chained behind them collides too, and a
+    child block matched the other chain because its own tokens were equal."""
+    blocks = BlockManager(4, SIZE)
+    one = compute(blocks, [1, 1, 1, 1, 7, 7, 7, 7], "one")
+    assert hits(blocks, [2, 2, 2, 2, 7, 7, 7, 7, 9]) == []
+    two = compute(blocks, [2, 2, 2, 2, 7, 7, 7, 7], "two")
+    assert blocks.keys(one) == blocks.keys(two)
+    assert hits(blocks, [2, 2, 2, 2, 7, 7, 7, 7, 9]) == []
+    assert hits(blocks, [1, 1, 1, 1, 7, 7, 7, 7, 9]) == one.block_table
+    blocks.check([one, two])
+    if evict_first:  # then the second chain may take the place, but never with the other's child
+        blocks.free(one)
+        blocks.free(compute(blocks, [3, 3, 3, 3, 3, 3, 3, 3]))
+        blocks.free(two)
+        two = compute(blocks, [2, 2, 2, 2, 7, 7, 7, 7], "two")
+        assert hits(blocks, [2, 2, 2, 2, 7, 7, 7, 7, 9]) == two.block_table
+        assert hits(blocks, [1, 1, 1, 1, 7, 7, 7, 7, 9]) == []
+        blocks.check([two])
+
+
 def test_a_child_of_a_block_that_collided_is_not_entered_below_the_first_one(ones_are_twos):
     """The first chain has one block. The second's first block has the same key and no entry: its
     child, entered below the first one's, would be the next block of whoever begins with ones."""

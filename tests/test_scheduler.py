@@ -313,6 +313,23 @@ def findable(scheduler: Scheduler, tokens: list[int]) -> int:
     return len(scheduler.blocks.find_prefix(probe))
 
 
+def test_nothing_is_findable_before_its_step_has_finished():
+    """A block was entered in the cache while it still held tokens that a later check took back.
+    Here a block is entered in `update`, once its KV is computed and its tokens are final: between
+    `schedule` and `update` nothing is, and a sampled token, whose KV is missing, never is."""
+    scheduler = make()
+    seq = add(scheduler, 7, 6)
+    step = scheduler.schedule()
+    assert findable(scheduler, seq.token_ids) == 0
+    finish_step(scheduler, step)
+    assert (len(seq.token_ids), seq.num_computed_tokens) == (8, 7)
+    assert findable(scheduler, seq.token_ids) == 1, "8 tokens are known, 7 computed: one block"
+    step = scheduler.schedule()
+    assert findable(scheduler, seq.token_ids) == 1
+    finish_step(scheduler, step)
+    assert findable(scheduler, seq.token_ids) == 2
+
+
 def test_what_a_store_loads_is_computed_with_its_step():
     """Of 13 tokens 8 are loaded and 5 computed; until the step has ended, all are in flight."""
     scheduler = make()
