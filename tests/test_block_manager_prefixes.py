@@ -125,6 +125,28 @@ def test_a_duplicate_goes_on_below_the_first_ones_entries():
 # ----------------------------------------------------------------- collisions
 
 
+def test_a_twins_children_are_not_found_below_a_parent_that_was_evicted():
+    """The first twin's blocks are reused while the second still runs. The second's child is then
+    without a parent; it must be missed, computed anew by the next one, and found again."""
+    blocks = BlockManager(8, SIZE)
+    first = compute(blocks, range(8), "first", share=False)
+    second = compute(blocks, range(12), "second", share=False)  # 3 blocks are left
+    blocks.free(first)
+    filler = compute(blocks, range(50, 70), "filler")  # takes these 3 and both of the first
+    assert blocks.num_free_blocks == 0 and hits(blocks, range(13)) == []
+    blocks.free(filler)
+    third = compute(blocks, range(12), "third")
+    assert not set(third.block_table) & set(second.block_table)
+    assert hits(blocks, range(13)) == third.block_table
+    blocks.check([second, third])
+    second.token_ids += range(12, 16)  # grows below its own dead chain: nobody may find that
+    assert blocks.allocate(second, 16)
+    second.num_computed_tokens = 16
+    blocks.commit(second)
+    assert hits(blocks, range(17)) == third.block_table
+    blocks.check([second, third])
+
+
 def ignore_the_parent(data: bytes) -> bytes:
     """Keys of first blocks are right, those of later blocks know only their own tokens."""
     return data[-4 * SIZE:]
@@ -188,6 +210,20 @@ def test_a_child_of_a_block_that_collided_is_not_entered_below_the_first_one(one
 
 
 # ------------------------------------------------------- forgetting, and telling
+
+
+def test_a_child_that_outlived_its_parent_is_not_adopted_by_a_colliding_one(ones_are_twos):
+    """A child stays in the cache after its parent's entry is gone; then another chain with the
+    parent's key arrives. By keys and by tokens the child fits; by identity it does not."""
+    blocks = BlockManager(5, SIZE)
+    head = compute(blocks, [1, 1, 1, 1], "head")
+    twin = compute(blocks, [1, 1, 1, 1, 7, 7, 7, 7], "twin", share=False)
+    blocks.free(head)
+    filler = compute(blocks, range(50, 62), "filler")  # reuses the head's block
+    blocks.free(filler)
+    compute(blocks, [2, 2, 2, 2], "heir")
+    assert twin.block_table[1] in [entry.block_id for entry in blocks.cached.values()]
+    assert len(hits(blocks, [2, 2, 2, 2, 7, 7, 7, 7, 9])) == 1
 
 
 def test_each_key_is_reported_once_when_it_comes_and_when_it_is_forgotten():
