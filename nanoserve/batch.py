@@ -91,7 +91,7 @@ class Batch:
     has_controls: bool = False  # with a graph: some row's logits are edited or scored after it
     is_greedy: bool = False  # with a graph: each row takes its likeliest token
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
-    is_padded: bool = False  # of a graph whose rows have any number of tokens: padding may follow
+    is_padded: bool = False  # a graph's rows have any number of tokens: padding may follow
 
     @classmethod
     def views(cls, host: np.ndarray, device: torch.Tensor, sections: Iterable[str]) -> "Batch":

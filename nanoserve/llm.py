@@ -99,7 +99,7 @@ class LLM(LLMEngine):
         given = rules.checked("extras", EXTRAS, extras)
         args = read_options(str(model), options)
         if (table := the_extras()) is not None:
-            model = table.as_folder(model, args)  # of a file in another format, GGUF say
+            model = table.as_folder(model, args)  # a GGUF file, say, becomes a folder
         folder = find_model(model, weights=args.load_format != "dummy",
                             code=args.trust_remote_code, revision=args.revision)
         asked, self.model_config, extras = read_model(args, folder, given)

@@ -49,7 +49,7 @@ class CoreRequest:
 
     request_id: str
     params: SamplingParams
-    arrival: int = 0  # its place in the order of arrival
+    arrival: int = 0  # place in the order of arrival
     priority: int = 0  # lower is served first
     arrival_time: float = 0.0  # in seconds, by any clock that all requests share
     max_num_tokens: int = 0  # prompt plus output of a sample never grow beyond this
@@ -153,7 +153,7 @@ class Step:
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
     sampling: list[Sequence] = field(default_factory=list)  # close their gap, so each samples
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each draft: one sample more
-    network: int = 0  # which network computes it: network 1 drafts for network 0, greedily
+    network: int = 0  # network 0 is served; network 1 drafts for it, greedily
     shift: int = 0  # 1: a position's input is the token after it
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     budget: int = 0  # how many more tokens it may compute
