@@ -250,7 +250,7 @@ class TurnReader:
             self.num_calls += 1
         else:
             return
-        self.num_told = len(call.arguments)
+        self.num_told = max(self.num_told or 0, len(call.arguments))
 
     def count_thought(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> int:
         """How many of the text's tokens so far are a thought; marks around it don't count."""
@@ -314,8 +314,9 @@ class TurnReader:
                 begun = bool(form.text[1]) and key["key"] not in found and self._is_plain(
                     schema, keys.get(key["key"], {}), is_text)
                 if begun:
-                    value = text[key.end():].partition(form.text[1])[0]
-                    found[key["key"]] = value[:_clear(value, [form.text[1]], False)]
+                    value, mark, _ = text[key.end():].partition(form.text[1])
+                    found[key["key"]] = value if mark else value[
+                        :_clear(value, [form.text[1]], False)]
                 return found, begun, None
             if not end["key"]:
                 return found, False, end
