@@ -1,4 +1,4 @@
-"""A JSON schema as it is compiled: objects are closed, and no pattern is left without a key.
+"""A JSON schema as it is compiled: closed objects, no idle keywords, no pattern without a key.
 
 Where a schema doesn't say `additionalProperties`, JSON Schema allows any other key, and a small
 model writes such keys for ever. As in vLLM, an object that lists its keys has no others then,
@@ -12,6 +12,11 @@ warning says so.
 
 The compiler takes listed keys out of a pattern. If nothing is left of all patterns, it still allows
 the comma in front of a further key, and then no key at all: the text could never end.
+
+The compiler refuses a schema for a keyword that it lacks, also where the keyword asks for nothing:
+zod writes `"propertyNames": {"type": "string"}`, others `"uniqueItems": false`. Those are taken
+out, as are nulls in the place of a keyword's value, and formats that the compiler does not know. By
+JSON Schema 2020-12 (section 7.2.1) a format is an annotation.
 
 Invariant: what matches a schema as it is compiled is valid by the one that was asked for.
 """
@@ -28,6 +33,12 @@ HELD = ("items", "prefixItems", "additionalItems", "additionalProperties", "cont
 PARTS = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 LISTS = {"properties", "patternProperties", "additionalProperties", "required"}  # some keys
 SPEAKS = (LISTS - {"required"}) | {*PARTS, "$ref"}
+# With one of these beside it, other schemas say which keys and items of a value are evaluated.
+APPLIED = {*PARTS, "$ref", "$dynamicRef", "$recursiveRef", "if", "then", "else", "not",
+           "dependentSchemas", "dependencies", "contains"}
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+               "$comment"}
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 Find = Callable[[object], dict | None]  # see `_find`
 OPEN = ("structured_outputs: objects that are put together from parts (allOf, or $ref or anyOf "
         "beside properties, or a $ref other than #/...) may have other keys than are listed: "
@@ -39,6 +50,7 @@ def tidy(schema: object, closes: bool, is_dead: Callable[[list[str], list[str]],
     """The schema as it is compiled; it is changed in place. closes: whether objects are closed.
     is_dead: whether patterns have no key of their own, given an object's keys and its patterns.
     refusal: the compiler's words for a schema, "" for none. Raises `ValueError`."""
+    pass_over(schema, refusal)
     found, find = list(_everything(schema)), partial(_find, schema)
     if closes:
         _close(found, find)
@@ -59,6 +71,76 @@ def _matches(pattern: str, key: str, refusal: Callable[[dict], str]) -> bool:
     if why and not why.startswith("Unsatisfiable"):
         raise ValueError(why)
     return not why
+
+
+# ------------------------------------------------------------ what asks for nothing
+
+
+def pass_over(schema: object, refusal: Callable[[dict], str]) -> None:
+    """Take out of a schema, in place, what asks for nothing. refusal: the compiler's words for a
+    schema, "" for none."""
+    for one in _everything(schema):
+        for names in map(partial(_named, one), NAMED):
+            names.update({name: {} for name, value in names.items() if value is None})
+        for key in [key for key, value in one.items() if value is None and key != "const"]:
+            del one[key]
+        # A list, before the first is taken out: minContains is read by the rule of `contains`.
+        for key in [key for key, is_idle in IDLE.items() if key in one and is_idle(one)]:
+            del one[key]
+        for key in ("format", "$schema"):
+            if isinstance(one.get(key), str) and refusal({"type": "string", key: one[key]}):
+                del one[key]
+        for key in COUNTS:  # JSON Schema's whole numbers may have a point: 2.0
+            if isinstance(value := one.get(key), float) and value.is_integer():
+                one[key] = int(value)
+        if APPLIED.isdisjoint(one):  # what is evaluated is what is listed here
+            for wider, plain in (("unevaluatedProperties", "additionalProperties"),
+                                 ("unevaluatedItems", "items")):
+                if wider in one:
+                    one.setdefault(plain, one.pop(wider))
+
+
+def _is_any(schema: object) -> bool:
+    """Whether all values match, as it can be read off."""
+    return schema is True or isinstance(schema, dict) and ANNOTATIONS.issuperset(schema)
+
+
+def _is_text(schema: object) -> bool:
+    """Whether all keys match."""
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        schema = {key: value for key, value in schema.items() if key != "type"}
+    return _is_any(schema)
+
+
+def _has_all(one: dict, keyword: str) -> bool:
+    """Whether keys that bring others bring only those that are required anyway."""
+    return isinstance(one[keyword], dict) and all(
+        set(_texts(keys)) <= set(_texts(one.get("required"))) if isinstance(keys, list) else
+        _is_any(keys) for keys in one[keyword].values())
+
+
+def _counts_none(one: dict) -> bool:
+    """Whether no item has to be like `contains`."""
+    return "contains" not in one or one.get("minContains") == 0 and "maxContains" not in one
+
+
+# When a keyword that the compiler lacks asks for nothing, given the schema that has it.
+IDLE: dict[str, Callable[[dict], bool]] = {
+    "propertyNames": lambda one: _is_text(one["propertyNames"]),
+    "uniqueItems": lambda one: one["uniqueItems"] is False or one.get("maxItems", 2) in (0, 1),
+    "unevaluatedProperties": lambda one: _is_any(one["unevaluatedProperties"]),
+    "unevaluatedItems": lambda one: _is_any(one["unevaluatedItems"]),
+    "dependentRequired": lambda one: _has_all(one, "dependentRequired"),
+    "dependentSchemas": lambda one: _has_all(one, "dependentSchemas"),
+    "dependencies": lambda one: _has_all(one, "dependencies"),
+    "if": lambda one: _is_any(one.get("then", True)) and _is_any(one.get("else", True)),
+    "then": lambda one: "if" not in one or _is_any(one["then"]),
+    "else": lambda one: "if" not in one or _is_any(one["else"]),
+    "not": lambda one: one["not"] is False,
+    "contains": _counts_none, "minContains": _counts_none, "maxContains": _counts_none}
+
+
+# ------------------------------------------------- definitions, parts, closed objects
 
 
 def with_definitions(schema: dict) -> None:
@@ -88,6 +170,7 @@ def loosened(schema: dict, refusal: Callable[[dict], str]) -> Iterator[tuple[str
     """Take out of a schema, in place, what can't be compiled: from the inside out the keyword
     without which the rest can be. So a text that has a wrong `pattern` may be any text. Yields the
     name of the part that had it, if any, and why. refusal: the compiler's words, "" for none."""
+    pass_over(schema, refusal)
     if not refusal(schema):
         return
     found = list(_everything(schema))
@@ -125,7 +208,7 @@ def _close(found: list[dict], find: Find) -> None:
     for one in found:
         keys, patterns = _named(one, "properties"), _named(one, "patternProperties")
         if id(one) not in parts and "additionalProperties" not in one and (
-                patterns or keys and keys.keys() >= {*one.get("required", ())}):
+                patterns or keys and keys.keys() >= {*_texts(one.get("required"))}):
             one["additionalProperties"] = False
 
 
@@ -135,7 +218,7 @@ def _num_lists(schema: dict) -> int:
     own = {*_named(schema, "properties")}
 
     def adds(one: dict) -> bool:
-        return not SPEAKS.isdisjoint(one) or not own >= {*one.get("required", ())}
+        return not SPEAKS.isdisjoint(one) or not own >= {*_texts(one.get("required"))}
 
     return (not LISTS.isdisjoint(schema)) + ("$ref" in schema) + sum(
         map(adds, _dicts(schema.get("allOf")))) + sum(
@@ -159,6 +242,11 @@ def _named(schema: dict, key: str) -> dict:
     """The schemas that a keyword gives by name. Where its value is no object there are none here,
     and the compiler will raise an error."""
     return found if isinstance(found := schema.get(key), dict) else {}
+
+
+def _texts(value: object) -> list[str]:
+    """Those of a list; what else is in it, or no list, the compiler refuses."""
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 
 def _dicts(value: object) -> list[dict]:

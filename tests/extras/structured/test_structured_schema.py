@@ -15,7 +15,8 @@ from grammars import ENDS, TOKENIZER, padded_checkpoint, start
 from helpers import sequence
 
 from nanoserve import SamplingParams
-from nanoserve_extras.structured.structured import Grammars
+from nanoserve_extras.structured.structured import Grammars, refusal
+from nanoserve_extras.structured.structured_schema import loosened
 
 NUMBER, TEXT = {"type": "integer"}, {"type": "string"}
 AB = {"a": NUMBER, "b": TEXT}
@@ -199,6 +200,69 @@ def test_texts_that_stop_are_valid_and_others_say_length(tmp_path):
 def test_what_is_no_schema_is_refused_in_words(grammars, schema):
     with pytest.raises(ValueError, match="structured_outputs: "):
         grammars.compile(dict(json=json.dumps(schema)), frozenset(ENDS))
+
+
+CLOSED = dict(type="object", properties=AB, additionalProperties=False)
+LIST = dict(type="array", items=NUMBER)
+
+
+@pytest.mark.parametrize("schema", [
+    dict(type="object", propertyNames=dict(type="string", title="a key"), maxProperties=2,
+         additionalProperties=NUMBER), CLOSED | dict(propertyNames=True), LIST | dict(
+             uniqueItems=False), LIST | dict(uniqueItems=True, maxItems=1),
+    dict(type="object", properties=AB, unevaluatedProperties=False),
+    CLOSED | dict(unevaluatedProperties=TEXT), CLOSED | dict(unevaluatedProperties={}, allOf=[{}]),
+    dict(type="object", properties=AB, unevaluatedProperties=TEXT), LIST | dict(
+        unevaluatedItems=False), dict(type="array", prefixItems=[NUMBER], unevaluatedItems=False),
+    CLOSED | dict(dependentRequired={}, dependentSchemas={}, dependencies={}), CLOSED | dict(
+        required=["b"], dependentRequired=dict(a=["b"], x=[]), dependencies=dict(a=["b"], b={})),
+    CLOSED | {"if": dict(required=["a"])}, CLOSED | {"then": False, "else": dict(required=["x"])},
+    CLOSED | {"if": True, "then": {}, "else": dict(description="any")}, CLOSED | {"not": False},
+    LIST | dict(minContains=3, maxContains=1), LIST | dict(contains=TEXT, minContains=0),
+    LIST | dict(minItems=1.0, maxItems=2.0), dict(type="string", format="path"), dict(
+        CLOSED, **{"$schema": "https://spec.openapis.org/oas/3.1/dialect/base"}),
+    CLOSED | dict(properties=dict(a=NUMBER | dict(format="int64"), b=TEXT | dict(format="uuid4")))],
+    ids=str)
+def test_a_keyword_that_asks_for_nothing_is_passed_over(grammars, schema):
+    """Each took the whole response_format down, or a required tool. Oracle: jsonschema."""
+    validator = jsonschema.Draft202012Validator(schema)
+    for value in ({}, {"a": 1}, {"b": "c"}, {"a": 1, "b": "c"}, {"x": 2}, {"x": "y"}, {"x": 2, "y":
+                  3}, [], [1], [1, 1], [1, 2, 3], ["a"], "a", "c:\\temp", 5):
+        assert is_text(grammars, json.dumps(value), json=json.dumps(schema)) == (
+            validator.is_valid(value)), value
+    changed = json.loads(json.dumps(schema))
+    assert not list(loosened(changed, refusal))  # a required tool's
+
+
+@pytest.mark.parametrize(("schema", "same"), [
+    (CLOSED | dict(required=None, enum=None), CLOSED), (dict(type="object", properties=None), dict(
+        type="object")), (dict(CLOSED, anyOf=None, pattern=None, format=None), CLOSED),
+    (dict(CLOSED, **{"$ref": None, "$defs": None, "$schema": None}), CLOSED), (dict(
+        type="array", items=None, maxItems=2, uniqueItems=None), dict(type="array", maxItems=2)),
+    (dict(type="object", properties=AB, additionalProperties=None), CLOSED),
+    (dict(CLOSED, properties=AB | dict(b=None)), dict(CLOSED, properties=AB | dict(b={}))),
+    (dict(const=None), dict(const=None)), (dict(enum=[None, 1]), dict(enum=[None, 1]))], ids=str)
+def test_null_in_the_place_of_a_keywords_value_is_none_at_all(grammars, schema, same):
+    """Clients in Go write it. A value that may be null is another thing."""
+    for value in ({}, {"a": 1}, {"b": None}, {"x": 1}, [], ["a", "a"], [1, 2, 3], None, 1, "a"):
+        assert is_text(grammars, json.dumps(value), json=schema) == (
+            jsonschema.Draft202012Validator(same).is_valid(value)), value
+
+
+@pytest.mark.parametrize(("keyword", "schema"), [
+    ("propertyNames", CLOSED | dict(propertyNames=dict(pattern="^a"))),
+    ("uniqueItems", LIST | dict(uniqueItems=True, maxItems=2)), ("not", {"not": {}}),
+    ("unevaluatedProperties", dict(allOf=[CLOSED], unevaluatedProperties=False)),
+    ("dependentRequired", CLOSED | dict(dependentRequired=dict(a=["b"]))),
+    ("dependentSchemas", CLOSED | dict(dependentSchemas=dict(a=False))),
+    ("if", CLOSED | {"if": dict(required=["a"]), "then": dict(required=["b"])}),
+    ("contains", LIST | dict(contains=TEXT)), ("minContains", LIST | dict(
+        contains=NUMBER, minContains=0, maxContains=1)), ("format", TEXT | dict(format=5)),
+    ("required", CLOSED | dict(required=5)), ("properties", dict(CLOSED, properties=5))])
+def test_a_keyword_that_asks_for_something_is_refused_by_name(grammars, keyword, schema):
+    with pytest.raises(ValueError, match=f"structured_outputs: .*{keyword}") as caught:
+        grammars.compile(dict(json=schema), frozenset(ENDS))
+    assert not {"iterable", "NoneType", "unhashable"} & {*str(caught.value).split()}
 
 
 def test_a_definition_that_refers_to_itself_has_few_patterns(grammars):
