@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--model", default="storyteller", help="a folder, a hub id or a bundled model")
+    add("--model", default="storyteller", help="a folder, a hub id, a GGUF file or a bundled model")
     add("--dtype", default="auto")
     add("--num-prompts", type=int, default=64)
     add("--input-len", type=int, default=128, help="tokens of each prompt")

@@ -14,7 +14,7 @@ PROMPTS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="storyteller", help="a folder or a hub id")
+    parser.add_argument("--model", default="storyteller", help="a folder, a hub id or a GGUF file")
     parser.add_argument("--trace", metavar="FILE", help=".html, or .json for Perfetto")
     args = parser.parse_args()
     from nanoserve import LLM, SamplingParams  # here: it loads torch, which takes seconds

@@ -60,12 +60,12 @@ from benchmarks.meter import peak_memory, profile, serve
 from benchmarks.peers import Peer, compare
 from benchmarks.roofline import Machine, Work
 from benchmarks.workloads import WORKLOADS, Request, wrapped
-from nanoserve.checkpoint.hub import BUNDLED, find_model
+from nanoserve.checkpoint.hub import BUNDLED
 from nanoserve.device.choice import pick_device
 from nanoserve.device.memory import free_cpu_memory
 from nanoserve.frontend import rules
 from nanoserve.frontend.command import command
-from nanoserve.llm import BUNDLED_MODEL, read_model
+from nanoserve.llm import BUNDLED_MODEL, find_folder, read_model
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.doctor import features
 from nanoserve_extras.trace.recorder import Trace
@@ -217,7 +217,7 @@ class Bench:
         if "/" not in name and not Path(name).exists() and not (BUNDLED / name).is_dir():
             raise ValueError(f"--model: {name} is neither a folder, nor a hub id (owner/name), nor "
                              f"a bundled model, nor one of {', '.join(roofline.MODELS)}")
-        return find_model(name)
+        return find_folder(name)
 
     def pick_dtype(self) -> tuple[str, Machine]:
         """The model's own dtype; float32 where a CPU computes in that faster: many have bfloat16 in

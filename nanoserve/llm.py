@@ -74,6 +74,21 @@ def read_options(model: str, options: dict) -> EngineConfig:
         raise TypeError(f"{error}{NO_EXTRAS}") from None
 
 
+def find_folder(model: str | Path, option: str = "model", *, quantization: str | None = None,
+                revision: str | None = None, **wanted: bool) -> Path:
+    """The folder of a model, whatever names it: see `find_model`, which the arguments are for. With
+    the extras also a GGUF file, which becomes a folder once, in the bits of `quantization`."""
+    if (table := the_extras()) is not None and (
+            folder := table.as_folder(model, option, quantization, revision)) is not None:
+        return folder
+    return find_model(model, option, revision=revision, **wanted)
+
+
+def tokenizer_folder(args: EngineConfig, folder: Path) -> Path:
+    """That of `tokenizer=`, or the model's own."""
+    return folder if args.tokenizer is None else find_folder(
+        args.tokenizer, "tokenizer", weights=False, code=args.trust_remote_code)
+
 
 def read_model(args: EngineConfig, folder: Path, given: Iterable[Extra] = (),
                ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
@@ -88,7 +103,8 @@ class LLM(LLMEngine):
     """An engine with one model. `LLM(model, **options)`: the fields of `EngineConfig`, and those of
     the extras, which are added by their options.
 
-    model: a local folder, a hub id or a bundled model's name; without one, the bundled story model.
+    model: a local folder, a hub id, a GGUF file or a bundled model's name; without one, the bundled
+    story model.
     extras: objects of your own to be added, in the order in which they are asked (extra.py).
     Raises `ValueError` for options or checkpoints that can't work, `TypeError` for options that do
     not exist.
@@ -98,10 +114,9 @@ class LLM(LLMEngine):
                  **options):
         given = rules.checked("extras", EXTRAS, extras)
         args = read_options(str(model), options)
-        if (table := the_extras()) is not None:
-            model = table.as_folder(model, args)  # a GGUF file, say, becomes a folder
-        folder = find_model(model, weights=args.load_format != "dummy",
-                            code=args.trust_remote_code, revision=args.revision)
+        folder = find_folder(model, quantization=getattr(args, "quantization", None),
+                             weights=args.load_format != "dummy", code=args.trust_remote_code,
+                             revision=args.revision)
         asked, self.model_config, extras = read_model(args, folder, given)
         device = pick_device(asked.device)
         parts = own_parts(asked, device)
@@ -113,7 +128,7 @@ class LLM(LLMEngine):
         check_shares(config.tensor_parallel_size, self.model_config.num_attention_heads,
                      self.model_config.num_key_value_heads)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
-            folder, config.tokenizer, optional=config.load_format == "dummy",
+            tokenizer_folder(config, folder), optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
         plan = Plan(config, self.model_config, folder, self.tokenizer, InputProcessor)
         for extra in extras:

@@ -66,15 +66,12 @@ def method_of(llm: Any, name: str) -> Callable:
     return missing
 
 
-def as_folder(model: Any, args: Any) -> Any:
-    """The folder of a GGUF file, which is made once, in as few bits as the engine wants; whatever
-    else is named stays as it is. Raises `ValueError` for a revision, which no file has."""
-    if not str(model).endswith(".gguf") or Path(model).expanduser().is_dir():
-        return model
-    if args.revision is not None:
-        raise ValueError(f"revision={args.revision!r} is about hub ids, and model={str(model)!r} "
-                         "is a file: leave it out")
-    return find("tools.convert.kept")(model, args.quantization)
+def as_folder(model: Any, option: str = "model", quantization: str | None = None,
+              revision: str | None = None) -> Path | None:
+    """The folder of a GGUF file, which is made once, in as few bits as the engine wants; None for
+    any other name. Raises `ValueError` that names the option and its value."""
+    file = find("tools.gguf_files.find_file")(model, option, revision)
+    return file and find("tools.convert.kept")(file, quantization, option)
 
 
 def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any, list]:

@@ -36,12 +36,12 @@ from types import FunctionType, ModuleType
 import torch
 from safetensors.torch import load, save
 
-from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.loader import Tensors, load_weights, stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.layers import Placement
+from nanoserve.llm import find_folder
 from nanoserve.model import Decoder
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import Ranks
@@ -75,10 +75,11 @@ class NewWeights(Extra):
     def update_weights(self, weights: Weights) -> None:
         """Put other weights in the place of the present ones, on all ranks.
 
-        weights: a folder or hub id, a dict (`model.state_dict()`) or an iterable of (name, tensor),
-        with the names of the checkpoint or of a wrapping around it. All of the network's tensors
-        must come, each once. Raises `ValueError` before anything changes for what is wrong with
-        the names and shapes of a folder, a dict or a list, and `RuntimeError` while requests run.
+        weights: a folder, a hub id or a GGUF file, a dict (`model.state_dict()`) or an iterable of
+        (name, tensor), with the names of the checkpoint or of a wrapping around it. All of the
+        network's tensors must come, each once. Raises `ValueError` before anything changes for what
+        is wrong with the names and shapes of a folder, a dict or a list, and `RuntimeError` while
+        requests run.
         After any other error (an iterator that breaks) the engine has no weights, and refuses
         requests until an update succeeds.
         """
@@ -148,7 +149,7 @@ def read(weights: Weights, engine: LLMEngine,
         return None, list(weights.items())
     if not isinstance(weights, (str, Path)):
         return None, weights if isinstance(weights, (list, tuple)) else iter(weights)
-    folder, old = find_model(weights), engine.runner.model_config
+    folder, old = find_folder(weights), engine.runner.model_config
     if engine.runner.parts.make_network is None:
         new = ModelConfig.from_folder(folder, engine.config.hf_overrides)
     else:  # imported here, since it imports transformers

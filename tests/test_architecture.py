@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "checkpoint/rope": [],
     "checkpoint/wrappings": [],
     "checkpoint/model_config": ["checkpoint/rope", "checkpoint/wrappings"],
-    "checkpoint/tokenizers": ["checkpoint/hub"],
+    "checkpoint/tokenizers": [],
     "parallel/*": ["parallel/*"],
     "frontend/facts": [],
     "config": [*CONFIG_FILES, "frontend/rules", "frontend/vllm"],

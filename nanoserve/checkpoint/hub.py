@@ -38,8 +38,8 @@ def find_model(model: str | Path, option: str = "model", weights: bool = True,
         check_fetched(folder, weights)
         return folder
     if folder.suffix == ".gguf":
-        raise ValueError(f"{option}={str(model)!r} is a GGUF file: make a folder of it with "
-                         f"nanoserve convert {folder.name} FOLDER")
+        raise ValueError(f"{option}={str(model)!r} is a GGUF file, and nanoserve_extras, which "
+                         "reads these, is not there")
     if folder.exists():
         raise ValueError(f"{option}={str(model)!r} is a file: name the folder it lies in")
     if len(folder.parts) > 2 or str(model)[0] in "./~":  # no hub id begins or looks so

@@ -283,7 +283,7 @@ def _weight_files(folder: Path, load_format: str) -> list[Path]:
             return files
     patterns = " or ".join(pattern for _, pattern in FORMATS[load_format])
     raise ValueError(f"{folder} holds no {patterns} file: check the path, or convert the "
-                     "checkpoint (GGUF: nanoserve convert FILE FOLDER; load_format='dummy' runs on "
+                     "checkpoint (a GGUF file is named itself; load_format='dummy' runs on "
                      "random weights)")
 
 

@@ -273,7 +273,9 @@ def read_json(path: Path, required: bool = False) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=number)
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: a model folder needs its config.json") from None
+        raise ValueError(f"{path} does not exist: a model folder needs its config.json (a GGUF "
+                         "file is named itself, as FOLDER/FILE.gguf or OWNER/REPOSITORY:Q4_K_M)"
+                         ) from None
     except (ValueError, TypeError, OSError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from nanoserve.checkpoint.hub import find_model
-
 
 class Tokenizer(Protocol):
     """What the engine uses of a tokenizer, by transformers' names; any such object will do."""
@@ -30,23 +28,21 @@ class Tokenizer(Protocol):
                             **options) -> str: ...
 
 
-def load_tokenizer(folder: Path, name: str | None = None, *, optional: bool = False,
+def load_tokenizer(folder: Path, *, optional: bool = False,
                    trust_remote_code: bool = False) -> Tokenizer | None:
-    """The tokenizer in the model's `folder`, or the one that `name` names (a folder or a hub id).
+    """The tokenizer in a folder.
 
     optional: None where there are no tokenizer files, as with random weights. Raises `ValueError`
     when it can't be loaded.
     """
-    source = folder if not name else find_model(
-        name, "tokenizer", weights=False, code=trust_remote_code)
-    if optional and not any((*source.glob("*token*"), *source.glob("tekken.json"))):
+    if optional and not any((*folder.glob("*token*"), *folder.glob("tekken.json"))):
         return None
     from transformers import AutoTokenizer  # here: a slow import, for engines with a tokenizer only
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if len(tokenizer) < 2:  # transformers makes an empty one up where there is none
             raise ValueError("it is empty: its files are missing")
         return tokenizer
     except Exception as error:  # transformers raises whatever its parsers raise
-        raise ValueError(f"{source}: the tokenizer can't be loaded ({error}): name another with "
+        raise ValueError(f"{folder}: the tokenizer can't be loaded ({error}): name another with "
                          "tokenizer=, or use skip_tokenizer_init=True and token ids") from error

@@ -184,7 +184,7 @@ COUNT_OR_ALL = number(-1, whole=True)  # -1: all of the vocabulary
 DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
 TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
 WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
-MODEL = Rule("the name of a folder or a hub id", TEXT.keep)
+MODEL = Rule("the name of a folder, a hub id or a GGUF file", TEXT.keep)
 FOLDER = instance((str, Path), MODEL.must)
 PATH = Rule("the path of a folder", lambda path: only_if(
     isinstance(path, (str, Path)) and bool(str(path).strip()), path))
@@ -194,7 +194,7 @@ TOKEN_IDS = list_of(TOKEN_ID, "a list of token ids, whole numbers of at least 0"
 ONE_TOKEN_ID = list_of(TOKEN_ID, "a list of at least one token id (None allows all)", 1)
 
 # Rules of one field each.
-LOAD_FORMAT = Rule("one of auto, safetensors, pt, dummy (nanoserve convert FILE FOLDER reads GGUF)",
+LOAD_FORMAT = Rule("one of auto, safetensors, pt, dummy (a GGUF file is named as the model)",
                    choice("auto", "safetensors", "pt", "dummy").keep)
 OVERRIDES = instance(dict, "a dict laid over config.json")
 DEVICE = Rule('auto, cpu, cuda or a GPU by its number ("cuda:1")', lambda name: only_if(

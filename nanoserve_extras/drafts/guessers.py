@@ -21,12 +21,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig, read_architecture, read_config
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.progress import say
+from nanoserve.llm import find_folder
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Sequence, Step
@@ -192,10 +192,10 @@ class ModelGuesser(Guesser):
         """Both networks must have one vocabulary: otherwise drafts are wrong, slow but no error."""
         config, tokenizer, vocab_size = plan.config, plan.tokenizer, plan.model_config.vocab_size
         if asked.get("model") is None:
-            raise ValueError("model is missing: name the folder or hub id of a small model with "
-                             "the same vocabulary")
+            raise ValueError("model is missing: name a small model with the same vocabulary (a "
+                             "folder, a hub id or a GGUF file)")
         name = str(asked["model"])
-        folder = find_model(name, weights=config.load_format != "dummy",
+        folder = find_folder(name, weights=config.load_format != "dummy",
                             code=config.trust_remote_code)
         asked["model"] = str(folder)  # where other ranks will look for it
         if "Assistant" in (architecture := read_architecture(read_config(folder))):

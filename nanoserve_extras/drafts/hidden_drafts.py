@@ -29,13 +29,13 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.loader import Tensors, load_dummy_weights, load_weights, stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.frontend.facts import Fact
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
+from nanoserve.llm import find_folder
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sequence import Sequence, Step
@@ -217,7 +217,7 @@ class HiddenGuesser(Guesser):
             raise ValueError("model is missing: name the folder or hub id of a head that was "
                              f"trained for {plan.config.model!r}")
         name = str(asked["model"])
-        folder = find_model(name)
+        folder = find_folder(name)
         asked["model"] = str(folder)
         entries = read_json(folder / "config.json", required=True)
         if "speculators_config" in entries:

@@ -38,6 +38,7 @@ from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.frontend.rules import in_words
 from nanoserve.layers import Placement
+from nanoserve.llm import tokenizer_folder
 from nanoserve.model import KVCache
 from nanoserve.sampler import put
 from nanoserve_extras.engine_args import EngineArgs, PoolingOptions
@@ -209,7 +210,7 @@ def read_encoder(asked: EngineArgs, folder: Path, architecture: str,
     config = replace(config, pools=True, max_position_embeddings=min(limit, longest))
     separator = None
     if classifies and getattr(hf_config, "type_vocab_size", 1) > 1:
-        tokenizer = load_tokenizer(folder, asked.tokenizer, optional=True)
+        tokenizer = load_tokenizer(tokenizer_folder(asked, folder), optional=True)
         separator = tokenizer and find_separator(architecture, hf_config.model_type, tokenizer)
     asked = replace(asked, runner="pooling", enable_prefix_caching=False,
                     enable_chunked_prefill=False)

@@ -72,7 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="nanoserve serve", description="Answer OpenAI's requests over HTTP.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
-                       help="a folder or a hub id; the bundled model if it is left out")
+                       help="a folder, a hub id, a GGUF file or OWNER/REPOSITORY:Q4_K_M; "
+                       "the bundled model if it is left out")
     serve.add_argument("--model", dest="model_option", metavar="MODEL", help=argparse.SUPPRESS)
     door = serve.add_argument_group("server")
     door.add_argument("--host", default="127.0.0.1", help="0.0.0.0: on all addresses")

@@ -29,11 +29,10 @@ from uuid import uuid4
 from transformers import AutoTokenizer
 
 import nanoserve
-from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.frontend.command import command
 from nanoserve.frontend.vllm import BEST, in_our_words, nearest
-from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.llm import BUNDLED_MODEL, find_folder
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated
 
@@ -135,7 +134,7 @@ def random_uuid() -> str:
 def get_tokenizer(name: str, *, tokenizer_mode: str = "auto", **options: Any) -> Tokenizer:
     """transformers', with its options."""
     said = in_our_words("get_tokenizer()", "LLM", dict(tokenizer_mode=tokenizer_mode), ())
-    return AutoTokenizer.from_pretrained(find_model(name, weights=False), **options, **said)
+    return AutoTokenizer.from_pretrained(find_folder(name, weights=False), **options, **said)
 
 
 def print_embeddings(embeds: list[float], prefix: str = "Embeddings") -> None:

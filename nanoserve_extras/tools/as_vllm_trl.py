@@ -19,9 +19,8 @@ import weakref
 from copy import copy
 from types import SimpleNamespace
 
-from nanoserve.checkpoint.hub import find_model
 from nanoserve.config import SamplingParams
-from nanoserve.llm import LLM
+from nanoserve.llm import LLM, find_folder
 
 ONLY_SERVER = ("get_ip", "trainer_init", "packed_nccl_broadcast_producer")  # that mode needs them
 # Fields that change what is drawn from; the others don't, or are seldom there.
@@ -47,7 +46,7 @@ def translated(model: str, options: dict) -> dict:
     if options.get("task") in TASKS:
         options = TASKS[options.pop("task")] | options
     if options.get("tokenizer_mode") == "mistral":
-        files = {file.name for file in find_model(model, weights=False).glob("*")}
+        files = {file.name for file in find_folder(model, weights=False).glob("*")}
         if "tekken.json" in files and "tokenizer.json" not in files:
             del options["tokenizer_mode"]  # Mistral's own rules read it anyway
     if options.get("model_impl") == "vllm":

@@ -47,6 +47,7 @@ from nanoserve_extras.tools.gguf_entries import (
     read_generation,
     read_network,
 )
+from nanoserve_extras.tools.gguf_files import find_file
 from nanoserve_extras.tools.gguf_weights import FAMILIES, Source, rounded, sources
 from nanoserve_extras.tools.verify import BATCHED, NEAR_TIE, run_mode, write_reference
 
@@ -104,18 +105,16 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
     print(f"What rounding the file's numbers once more changes, relative to them: {loss:.2%}")
 
 
-def kept(model: str | Path, quantization: str | None = None) -> Path:
+def kept(file: Path, quantization: str | None = None, option: str = "model") -> Path:
     """The folder that a file was converted into, or is now. A file of another content, by its size,
     time and last numbers, is another one; so is it after an upgrade, which may have mended a
-    conversion. quantization: the engine's; its bits are the folder's. Raises `ValueError` for what
-    can't be converted."""
-    file, cache = Path(model).expanduser(), cache_folder()
-    if not file.is_file():
-        raise ValueError(f"model={str(model)!r}: there is no such file")
+    conversion. quantization: the engine's; its bits are the folder's. option: where the file was
+    named. Raises `ValueError` for what can't be converted."""
+    name, cache = f"{option}={str(file)!r}", cache_folder()
     remedy = f"nanoserve convert {file.name} FOLDER, and name the folder"
     bits = quantization if quantization in BITS else None
     if cache is None:
-        raise ValueError(f"model={str(model)!r}: there is no cache folder of this user's own to "
+        raise ValueError(f"{name}: there is no cache folder of this user's own to "
                          f"convert it into: {remedy}")
     status = file.stat()
     with file.open("rb") as opened:  # archives give all of their files one time
@@ -133,7 +132,7 @@ def kept(model: str | Path, quantization: str | None = None) -> Path:
                 convert(file, folder, DTYPES[0], bits)
         except OSError as error:
             if not folder.exists():  # else another process was faster
-                raise ValueError(f"model={str(model)!r} can't be converted into {folder}: {error}: "
+                raise ValueError(f"{name} can't be converted into {folder}: {error}: "
                                  f"{remedy}") from error
         finally:
             transformers.logging.set_verbosity(verbosity)
@@ -245,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="nanoserve convert",
                                      description=__doc__.split("\n")[0])
-    parser.add_argument("file", type=Path, metavar="FILE.gguf")
+    parser.add_argument("file", metavar="FILE.gguf", help="or OWNER/REPOSITORY:Q4_K_M, on the hub")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one, or an empty one")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights in the "
                         "folder; default: bfloat16")
@@ -253,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
     try:
-        convert(args.file, args.folder, args.dtype, args.quantization)
+        file = find_file(args.file, "FILE") or Path(args.file)  # which `check` refuses
+        convert(file, args.folder, args.dtype, args.quantization)
     except (ValueError, OSError) as error:
         print(f"convert: error: {error}", file=sys.stderr)
         return 2

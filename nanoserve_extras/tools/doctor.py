@@ -26,13 +26,12 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.checkpoint.hub import find_model
 from nanoserve.config import EngineConfig
 from nanoserve.device import build, trial
 from nanoserve.device.choice import fit_to_device, namespace, pick_device, why_unusable
 from nanoserve.device.memory import current, free_cpu_memory
 from nanoserve.frontend.defaults import resolve
-from nanoserve.llm import BUNDLED_MODEL, read_model
+from nanoserve.llm import BUNDLED_MODEL, find_folder, read_model
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.quantization.quantization import kind_of_weight
 from nanoserve_extras.quantization.quantized_linear import GROUP, round_groups, round_rows
@@ -53,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         asked = EngineArgs(model=args.model, device=args.device)
-        folder = find_model(args.model, weights=False, code=False, revision=None)
+        folder = find_folder(args.model, weights=False)
         asked, model, _ = read_model(asked, folder)
         config = resolve(asked, pick_device(asked.device), model)
         config, said = fit_to_device(config, asked)

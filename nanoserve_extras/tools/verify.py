@@ -39,13 +39,12 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig, read_architecture, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
 from nanoserve.extra import Extra
-from nanoserve.llm import LLM, read_model
+from nanoserve.llm import LLM, find_folder, read_model
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Step
 from nanoserve_extras.block_store.block_store import BlockStore
@@ -289,7 +288,7 @@ def verify(args: argparse.Namespace) -> Iterator[Outcome]:
     ranks, max_tokens = args.tensor_parallel_size, args.max_tokens
     engine = EngineArgs(model=args.model, kernels=args.kernels, tensor_parallel_size=ranks,
                           model_impl=args.model_impl)
-    folder = find_model(args.model)
+    folder = find_folder(args.model)
     _, config, _ = read_model(engine, folder)
     check_shares(ranks, config.num_attention_heads, config.num_key_value_heads)
     tokenizer = load_tokenizer(folder, optional=True)
@@ -320,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nanoserve verify", epilog=EXIT_CODES,
                                      description=__doc__.split("\n")[0])
     parser.add_argument("model", metavar="MODEL", nargs="?", default="storyteller",
-                        help="a folder or a hub id; default: the bundled model")
+                        help="a folder, a hub id or a GGUF file; default: the bundled model")
     parser.add_argument("--prompts", type=Path, metavar="FILE", default=PROMPTS,
                         help="one prompt a line; default: a dozen in several languages")
     parser.add_argument("--num-prompts", type=int, default=12, help="at most; default: 12")

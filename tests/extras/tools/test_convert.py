@@ -188,7 +188,7 @@ def test_bad_input_is_named_before_anything_is_read(tmp_path, capsys, monkeypatc
     full.mkdir()
     (full / "kept").write_text("mine")
     for content, folder, words in [
-            (None, "new", "a.gguf: there is no such file"),
+            (None, "new", "a.gguf': there is no such file"),
             (b"PK\3\4", "new", "is no GGUF file"),
             (b"GGUF\3\0\0\0", "full", "is there and not an empty folder"),
             (b"GGUF\3\0\0\0", "full/kept", "is there and not an empty folder"),
@@ -252,5 +252,5 @@ def test_a_gguf_file_that_can_not_be_converted_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "cache_folder", lambda: None)
     with pytest.raises(ValueError, match="nanoserve convert a.gguf FOLDER"):
         LLM(tmp_path / "a.gguf")
-    with pytest.raises(ValueError, match="nanoserve convert FILE FOLDER.*got 'gguf'"):
+    with pytest.raises(ValueError, match="a GGUF file is named as the model.*got 'gguf'"):
         LLM(load_format="gguf")

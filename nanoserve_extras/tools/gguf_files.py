@@ -1,0 +1,105 @@
+"""Which GGUF file a model's name means: a path, or a file of a repository on the hub.
+
+    FOLDER/model.gguf            a file on this machine; without the ending it is known by its
+                                 first bytes (ollama keeps files by their hashes)
+    owner/repo:Q4_K_M            the repository's file of that quantisation, as llama.cpp and ollama
+    hf.co/owner/repo:Q4_K_M      write it; FOLDER:Q4_K_M, where such a folder is here
+    owner/repo/path/model.gguf   a file there, by its path
+
+`find_folder` of nanoserve/llm.py asks here first, so every command and every option that takes a
+model takes all of these. What is fetched stays in the cache of `huggingface_hub`, which also
+serves it without a network. A hub id alone means a checkpoint in safetensors: to look for GGUF
+files there would take a request to the hub at each start.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+IN_REPOSITORY = re.compile(r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?"
+                           r"(?P<repo>\w[\w.-]*/[\w.-]+)(?::(?P<tag>[\w.-]+)|/(?P<path>.+\.gguf))")
+PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf")
+NO_MODELS = ("mmproj", "imatrix")  # towers for images, and what quantisers measure
+MOST_LISTED = 12
+
+
+def find_file(model: Any, option: str = "model", revision: str | None = None) -> Path | None:
+    """The file, fetched if need be; None for a name that means no GGUF file. Raises `ValueError`
+    that begins with the option and its value."""
+    name, file = f"{option}={str(model)!r}", Path(model).expanduser()
+    folder, _, tag = str(model).rpartition(":")
+    if file.exists():
+        if file.is_dir() or not is_gguf(file):
+            return None
+    elif folder and (place := Path(folder).expanduser()).is_dir():
+        names = [path.relative_to(place).as_posix() for path in place.rglob("*.gguf")]
+        file = place / pick(names, tag, name)
+    elif found := IN_REPOSITORY.fullmatch(str(model)):
+        return fetch(found, name, revision)
+    elif file.suffix == ".gguf":
+        raise ValueError(f"{name}: there is no such file")
+    else:
+        return None
+    if revision is not None:
+        raise ValueError(f"revision={revision!r} is about hub ids, and {name} is a file: leave it "
+                         "out")
+    return file
+
+
+def is_gguf(file: Path) -> bool:
+    """By its ending, or by how every such file begins."""
+    if file.suffix == ".gguf" or not file.is_file():
+        return file.suffix == ".gguf"
+    with file.open("rb") as opened:
+        return opened.read(4) == b"GGUF"
+
+
+def fetch(found: re.Match, name: str, revision: str | None) -> Path:
+    """A repository's file, or its copy in the cache."""
+    # Imported here because only a hub id needs it: a local file works without the package.
+    from huggingface_hub import hf_hub_download
+    repo, tag = found["repo"], found["tag"]
+    path = found["path"] or pick(asked(name, list_files, repo, revision), tag, name)
+    return Path(asked(name, hf_hub_download, repo, path, revision=revision))
+
+
+def list_files(repo: str, revision: str | None) -> list[str]:
+    """The hub's list; without a network that of the cache."""
+    from huggingface_hub import list_repo_files, snapshot_download
+    try:
+        return list_repo_files(repo, revision=revision)
+    except Exception as error:
+        try:
+            cached = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        except Exception:  # nothing is there: the hub's answer is what tells why
+            raise error from None
+        return [path.relative_to(cached).as_posix() for path in cached.rglob("*.gguf")]
+
+
+def asked(name: str, call: Callable, *args, **options) -> Any:
+    """A call of the hub. A network can fail in a dozen ways; the remedy is the same."""
+    try:
+        return call(*args, **options)
+    except Exception as error:
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise ValueError(f"{name} is no file here, and could not be fetched from the hub: "
+                         f"{type(error).__name__}: {reason} (without a network: fetch the file "
+                         "elsewhere, and name its path)") from error
+
+
+def pick(names: list[str], tag: str, name: str) -> str:
+    """The file of a quantisation among those of a repository: "Q4_K_M" is model-Q4_K_M.gguf,
+    model.q4_k_m.gguf and Q4_K_M/model.gguf. Raises `ValueError` that lists what there is."""
+    models = [one for one in names if one.endswith(".gguf") and not any(
+        word in one.lower() for word in NO_MODELS)]
+    of_it = re.compile(rf"(?:^|[-._/]){re.escape(tag)}(?:[-./]|$)", re.I)
+    found = [one for one in models if one == tag or of_it.search(one.removesuffix(".gguf"))]
+    if found and all(PART.search(one) for one in found):
+        raise ValueError(f"{name} is split into {len(found)} files: fetch them, join them with "
+                         "llama-gguf-split --merge, and name the file")
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(sorted(found or models)[:MOST_LISTED]) or "none at all"
+    raise ValueError(f"{name}: {len(found) or 'no'} GGUF files are of this quantisation: name one "
+                     f"by its path, as OWNER/REPOSITORY/FILE; there are {listed}")
