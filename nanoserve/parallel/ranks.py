@@ -275,7 +275,9 @@ class Ranks:
 
     def _run(self, collective, *args) -> None:
         try:
-            collective(*args).wait()
+            work = collective(*args)
+            if work is not None:  # of NCCL's, on the current stream, there is nothing to wait for
+                work.wait()
         except RuntimeError as error:
             raise ConnectionError(f"rank {self.rank} lost the others: {error}") from error
 

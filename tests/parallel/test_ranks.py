@@ -91,6 +91,32 @@ def test_the_other_collectives():
     assert work(Ranks()) == ([1.0], 7, 5, 0)  # alone: nobody is asked
 
 
+class LikeNCCL:
+    """A group whose collectives return None where they are on the current stream, as NCCL's do
+    since torch 2.8 (`return asyncOp ? work : nullptr`)."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def __getattr__(self, name: str):
+        def collective(*args):
+            work = getattr(self.group, name)(*args)
+            work.wait()
+            return work if args[-1].asyncOp else None
+        return collective
+
+
+def test_where_nccl_returns_none_nothing_is_waited_for():
+    """No engine on several GPUs started."""
+    def work(ranks: Ranks) -> list:
+        ranks.group = LikeNCCL(ranks.group)
+        ranks.try_collectives(torch.device("cpu"))
+        best = ranks.gather_best(torch.tensor([[float(ranks.rank)]]), torch.tensor([[ranks.rank]]))
+        return best and best.tolist()
+
+    assert in_threads(thread_ranks(2), work) == [[1], None]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_best_of_all_ranks_is_the_argmax(dtype):
     """Rank by rank only the best of its columns is sent. Whole numbers from -2 to 2 tie often, and
