@@ -360,7 +360,10 @@ class Scheduler:
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         queue = self.waiting if seq.row < 0 else self.running
-        del queue[bisect_left(queue, self.order(seq), key=self.order)]
+        place = bisect_left(queue, self.order(seq), key=self.order)
+        if queue[place:place + 1] != [seq]:  # an order of someone's own, whose key has changed
+            place = queue.index(seq)
+        del queue[place]
         if seq.row >= 0:
             self._retire(seq)
 

@@ -84,6 +84,25 @@ def test_the_text_may_change_the_reason_but_an_abort_neither_comes_nor_goes():
 # -------------------------------------------------------------------- aborts
 
 
+@pytest.mark.parametrize("end", range(4))
+def test_an_order_that_changes_ends_no_other_sequence(end):
+    """Least served first, say: what has been written counts. By bisection another one left."""
+    class LeastServed(Scheduler):
+        def order(self, seq: Sequence) -> tuple:
+            return len(seq.output_token_ids), seq.request.arrival, seq.index
+
+    config = EngineConfig(model="none", max_num_batched_tokens=64, block_size=4, max_num_seqs=2)
+    scheduler = LeastServed(config, 64)
+    seqs = [add(scheduler, 5) for _ in range(4)]
+    for _ in range(2):
+        scheduler.update(scheduler.schedule(), [7, 7])
+    seqs[0].token_ids += [1, 2]  # the key of one that runs and of one that waits are another now
+    seqs[2].token_ids += [1, 2]
+    scheduler.finish(seqs[end], "abort")
+    assert {*scheduler.running, *scheduler.waiting} == {*seqs} - {seqs[end]}
+    assert sorted(scheduler.free_rows + [seq.row for seq in scheduler.running]) == [0, 1]
+
+
 def test_an_empty_step_is_legal():
     """Cancelling or preempting everybody emptied the batch, and the engine crashed (voxcpm #37,
     #42)."""
