@@ -76,7 +76,8 @@ class LLMEngine:
         self.parts, self.facts = list(parts), facts_of([*parts, *extras])
         self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
         self.extras, self.hooks = [self.metrics, *extras], Hooks()
-        self.scheduler = Scheduler(config, num_blocks, runner.window, self.hooks)
+        self.scheduler = Scheduler(config, num_blocks, runner.window, self.hooks,
+                                   runner.parts.num_drafts)
         self.depth = max(1, config.steps_at_once - 1) if config.async_scheduling else 0
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
@@ -88,11 +89,14 @@ class LLMEngine:
             extra.attach(self)
         self.hooks.keep(self.extras)
 
-    def add(self, extra: Extra, first: bool = False) -> None:
-        """Hand over one more extra, between two steps. It is asked after all others, or `first`.
-        Raises `ValueError` where it doesn't go together with the engine (frontend/facts.py), or
-        has something to `prepare`: weights and cache are there by now."""
+    def add(self, extra: Extra) -> None:
+        """Hand over one more extra, between two steps. It is asked after all others. Raises
+        `ValueError` where it doesn't go together with the engine (frontend/facts.py), or changes
+        how an engine is made: weights, cache and buffers are there by now."""
         rules.checked("an extra", AN_EXTRA, extra)
+        if Hooks([extra]).draft and not self.scheduler.num_drafts:
+            raise ValueError(f"{extra.name} drafts: an engine for that has no overlap, and "
+                             "buffers for it: make the engine with extras=[...]")
         if type(extra).prepare is not Extra.prepare:
             raise ValueError(f"{extra.name} can't be added to an engine that runs, which has been "
                              "made without it: make the engine with extras=[...]")
@@ -100,7 +104,7 @@ class LLMEngine:
             check_added(extra, [*self.parts, *self.extras])
             extra.engine = weakref.proxy(self)
             extra.attach(self)  # an error in it leaves the engine as it was
-            self.extras.insert(0 if first else len(self.extras), extra)
+            self.extras.append(extra)
             self.hooks.keep(self.extras)
 
     def remove(self, extra: Extra) -> None:

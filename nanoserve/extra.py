@@ -3,15 +3,15 @@
 An *extra* is an object that is handed to the engine. It inherits from `Extra`, whose methods do
 nothing, and overrides those that it needs:
 
-    prepare ──► attach ──► check ─► added ─► usable, find, cut, draft ─► scheduled ─► launching
-    options     engine     each request      a step is planned                        it is launched
+    prepare ──► attach ──► check ─► added ─► usable, find, cut, force, draft ─► scheduled, launching
+    options     engine     each request      a step is planned                  it is launched
                                          ended, idle ◄─ updated, or dropped ◄─ gave_up ◄─ its tokens
     between two requests: metrics, reset, close          at any time: committed, evicted
 
 Extras are asked in the order of `engine.extras`: the engine's own metrics first, then those that
 the options ask for, in the order of their table, then those of `LLM(extras=[...])`, then what was
-added later (or before all of them: `add(extra, first=True)`). Where several cut a chunk, each gets
-what the one before it left; the first that has drafts for a row gives them.
+added later. Where several cut a chunk, each gets what the one before it left; the first that has
+drafts for a row gives them.
 
 An error in a hook is raised in the call that led to it. A step that was only planned is dropped
 then, and tokens that count already reach their callers: the requests go on.
@@ -39,14 +39,16 @@ class Extra:
 
     Options: the class of its options. name: as the user asked for it, for messages. needs, ends:
     the facts that must be true with it, and those that are untrue with it (frontend/facts.py).
-    takes: the fields of a request that it honours (`request.HANDED_ON`). All of them are known
-    before `prepare`. engine: the `LLMEngine`, weakly, since it holds this object; from `attach` on.
+    takes: the fields of a request that it honours (`request.HANDED_ON`). most_drafts: how many
+    tokens `draft` guesses for a row at most. All of them are known before `prepare`. engine: the
+    `LLMEngine`, weakly, since it holds this object; from `attach` on.
     """
 
     Options: type[Options] = Options
     needs: frozenset[Fact] = frozenset()
     ends: frozenset[Fact] = frozenset()
     takes: tuple[str, ...] = ()
+    most_drafts: int = 4
     engine: Any
 
     def __init__(self, **options: Any):
@@ -109,9 +111,15 @@ class Extra:
         Called before it is certain that the step holds the chunk, so note nothing of it here."""
         return num_new
 
+    def force(self, seq: Sequence, most: int) -> list[int]:
+        """Return up to `most` tokens that have to follow, by a grammar say. Called for each row
+        that decodes and whose tokens are all known, with what is left of budget, blocks and rows.
+        """
+        return []
+
     def draft(self, seq: Sequence, most: int) -> list[int]:
-        """Return up to `most` guesses of what follows. Called for each row that decodes, with what
-        is left of the budget and the blocks."""
+        """Return up to `most` guesses of what follows. Called after `force`, in the same way. An
+        engine with such an extra has no overlap, in which no row's tokens are all known."""
         return []
 
     def scheduled(self, step: Step) -> None:

@@ -33,7 +33,7 @@ from nanoserve.device.choice import describe, fit_to_device, namespace, pick_dev
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.device.trial import untrusted
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import AN_EXTRA, Extra
+from nanoserve.extra import AN_EXTRA, Extra, Hooks
 from nanoserve.frontend import rules
 from nanoserve.frontend.defaults import own_parts, resolve
 from nanoserve.frontend.facts import Fact, facts_of
@@ -44,7 +44,7 @@ from nanoserve.frontend.prompts import Prompt, as_list, conversations, one_for_e
 from nanoserve.frontend.request import Request
 from nanoserve.frontend.summary import summary
 from nanoserve.frontend.vllm import missing_method, takes_vllms_words
-from nanoserve.model_runner import ModelRunner
+from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.parallel.processes import start_ranks, take_gpu
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.parallel.serving import LAST_WORD, serve_rank
@@ -125,12 +125,17 @@ class LLM(LLMEngine):
         take_gpu(config.num_ranks, config.device)
         config, said = fit_to_device(config, asked)
         say(*said)
+        drafters = [extra for extra in extras if Hooks([extra]).draft]
+        if drafters and config.async_scheduling:
+            say("overlap is off: drafts follow tokens that the host must have seen")
+            config = replace(config, async_scheduling=False)
         check_shares(config.tensor_parallel_size, self.model_config.num_attention_heads,
                      self.model_config.num_key_value_heads)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             tokenizer_folder(config, folder), optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
-        plan = Plan(config, self.model_config, folder, self.tokenizer, InputProcessor)
+        plan = Plan(config, self.model_config, folder, self.tokenizer, InputProcessor, RankParts(
+            num_drafts=max([extra.most_drafts for extra in drafters], default=0)))
         for extra in extras:
             plan = extra.prepare(plan)
         config = plan.config

@@ -36,14 +36,16 @@ class Scheduler:
     """Owns every sequence's progress: `add`, then `schedule` and `update` in turn, or `finish`.
 
     config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: see `BlockManager`.
+    num_drafts: the most of a row, for which the engine has room; None: any number.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None,
-                 hooks: Hooks | None = None):
+                 hooks: Hooks | None = None, num_drafts: int | None = None):
         assert config.max_num_batched_tokens and config.max_num_seqs, "config must be resolved"
         self.config, self.hooks = config, hooks or Hooks()
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs: int = config.max_num_seqs
+        self.num_drafts = config.max_num_batched_tokens if num_drafts is None else num_drafts
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
                                    window, self.hooks)
         self.waiting: list[Sequence] = []  # sorted by order(); the first is the next
@@ -95,7 +97,7 @@ class Scheduler:
         if self.config.scheduling_policy == "priority":
             self._interrupt(step)
         self._schedule_prompts(step, self._schedule_decodes(step))
-        if self.hooks.draft and not step.preempted:
+        if (self.hooks.force or self.hooks.draft) and not step.preempted:
             self._add_drafts(step)
         if not step.num_new_tokens:
             self.in_flight.pop()
@@ -265,21 +267,29 @@ class Scheduler:
 
     def _add_drafts(self, step: Step) -> None:
         """Add draft tokens to decoding rows, from the budget and blocks that are left. With 7 of 10
-        tokens known: at most 2, since the step samples the third."""
+        tokens known: at most 2, since the step samples the third.
+
+        A row's drafts have buffers of their own where the engine was made for them. Otherwise
+        nothing but tokens that have to come is asked for, as many as rows are free: each draft is a
+        sample more, and there is room for `max_num_seqs` of these.
+        """
+        num_free = self.max_num_seqs - len(step.sampling)
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)
             room = (len(seq.block_table) + self.blocks.num_free_blocks) * self.blocks.block_size
-            most = min(step.budget, seq.request.max_num_tokens - 1 - num_known, room - num_known)
+            most = min(step.budget, seq.request.max_num_tokens - 1 - num_known, room - num_known,
+                       self.num_drafts or num_free)
             is_decode = start == num_known - 1 and num_known > seq.num_prompt_tokens
             if not is_decode or most <= 0:
                 continue
-            for ask in self.hooks.draft:
+            for ask in [*self.hooks.force, *self.hooks.draft]:
                 if drafts := ask(seq, most):
                     self.blocks.allocate(seq, num_known + len(drafts))
                     step.drafts[seq] = drafts
                     step.num_new_tokens[seq] += len(drafts)
                     seq.num_inflight_tokens += len(drafts)
                     step.budget -= len(drafts)
+                    num_free -= len(drafts)
                     break  # the first extra that has drafts gives them
 
     def _interrupt(self, step: Step) -> None:

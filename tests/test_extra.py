@@ -4,7 +4,7 @@ The oracle is transformers' text.
 """
 
 import pytest
-from helpers import hand_over
+from helpers import hand_over, watch_steps
 from small_engine import drain, drain_through, greedy, ids_of, make
 
 from nanoserve.extra import NAMES, Extra
@@ -13,7 +13,7 @@ from nanoserve.extra import NAMES, Extra
 SHARED = ids_of("the same beginning")
 PROMPTS = {"a": SHARED, "b": [7] * 30, "c": [*SHARED, 5], "d": [6] * 20, "e": [*SHARED, 9]}
 IN_A_STEP = [name for name in NAMES if name not in (
-    "prepare", "attach", "ready", "check", "added", "metrics", "reset", "close")]
+    "prepare", "attach", "ready", "check", "added", "metrics", "reset", "close", "draft")]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "overlap"])
@@ -63,6 +63,39 @@ def test_an_observer_that_fails_whenever_requests_end_keeps_none_of_them(llm):
     drain(llm)
 
 
+class Drafter(Extra):
+    """Guesses all that is asked for: every third token wrong. Fails in its `fails_in`th call."""
+
+    most_drafts, fails_in, calls = 3, 0, 0
+
+    def draft(self, seq, most):
+        self.calls += 1
+        if self.calls == self.fails_in:
+            raise KeyError("draft")
+        done = len(seq.output_token_ids)
+        rest = self.texts[tuple(seq.token_ids[:seq.num_prompt_tokens])][done:][:most]
+        return [token + ((done + i) % 3 == 2) for i, token in enumerate(rest)]
+
+
+def test_a_drafter_of_ones_own_is_asked_and_changes_no_text(qwen3, expected, capsys):
+    """With overlap it was never asked: no row's last token is known when a step is planned. With
+    all rows taken each has its drafts: buffers are made for them."""
+    drafter = Drafter()
+    drafter.texts = {tuple(prompt): expected(prompt, 12) for prompt in PROMPTS.values()}
+    with make(qwen3, num_gpu_blocks_override=20, async_scheduling=True, extras=[drafter]) as llm:
+        assert "overlap is off: drafts follow" in capsys.readouterr().err and llm.depth == 0
+        steps = watch_steps(llm)
+        for fails_in in (0, 1, 5):
+            drafter.calls, drafter.fails_in = 0, fails_in
+            for name, prompt in PROMPTS.items():
+                llm.add_request(name, prompt, greedy(12, logprobs=1))
+            outs, errors = drain_through(llm, KeyError, llm.scheduler.check)
+            assert {name: out.outputs[0].token_ids for name, out in outs.items()} == {
+                name: drafter.texts[tuple(prompt)] for name, prompt in PROMPTS.items()}
+            assert errors == bool(fails_in)
+        assert max(len(step.samples()) for step in steps) == 4 * (1 + 3)  # rows, with their drafts
+
+
 class Prepares(Extra):
     def prepare(self, plan):
         return plan
@@ -74,10 +107,11 @@ class CannotAttach(Extra):
 
 
 @pytest.mark.parametrize(("extra", "words"), [
+    (Drafter(), "Drafter drafts: .* no overlap, .* extras="),
     (Prepares(), "Prepares can't be added to an engine that runs, .* extras="),
     (Extra, "an extra must be an object that inherits from Extra, got <class"),
     (None, "an extra must be an object that inherits from Extra, got None"),
-    (CannotAttach(), "no room")], ids=["late", "a class", "nothing", "no room"])
+    (CannotAttach(), "no room")], ids=["drafts", "late", "a class", "nothing", "no room"])
 def test_an_engine_that_runs_stays_as_it_was_where_an_extra_is_refused(llm, extra, words):
     before = [*llm.extras]
     with pytest.raises((ValueError, RuntimeError), match=words):

@@ -53,24 +53,20 @@ class Speculation(Extra):
         with in_words("speculative_config", ValueError):
             self.kind = _choose(self.asked)
         self.needs, self.ends = self.kind.needs, self.kind.ends
+        self.most_drafts = self.asked["num_speculative_tokens"]
 
     @property
     def name(self) -> str:
         return f"speculative_config={{'method': {self.asked['method']!r}, ...}}"
 
     def prepare(self, plan: Plan) -> Plan:
-        """With everything in `speculative_config` filled in, and overlap off."""
-        config, asked = plan.config, self.asked
+        """With everything in `speculative_config` filled in."""
+        asked = self.asked
         with in_words("speculative_config", ValueError):
             plan = self.kind.prepare(asked, plan)
         say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
             "guesses a step")
-        if config.async_scheduling:
-            say("overlap is off: drafts follow tokens that the host must have seen")
-        return replace(
-            plan, config=replace(plan.config, async_scheduling=False),
-            draft_folder=Path(asked["model"]) if asked.get("model") else None,
-            parts=replace(plan.parts, num_drafts=asked["num_speculative_tokens"]))
+        return replace(plan, draft_folder=Path(asked["model"]) if asked.get("model") else None)
 
     def attach(self, engine: LLMEngine) -> None:
         asked = self.asked

@@ -329,11 +329,8 @@ def _narrow(mask: np.ndarray, allowed: np.ndarray, banned: list[int]) -> np.ndar
 
 class StructuredOutput(Extra):
     """Compiles what requests ask for, keeps each sequence's grammar until it ends, and proposes
-    tokens that a grammar forces as drafts.
-
-    Drafts need buffers and rows of logits, which an engine has for `max_num_seqs` samples a step
-    and for its drafter's drafts. So forced tokens use what the running sequences leave free: with
-    `max_num_seqs` running there are none, but such a step is well used without them.
+    tokens that a grammar forces as drafts. Without a drafter they use what the running sequences
+    leave free: with `max_num_seqs` running there are none, but such a step is well used.
     """
 
     name = "structured_outputs"
@@ -344,7 +341,6 @@ class StructuredOutput(Extra):
         super().__init__()
         self.constraints: dict[Sequence, Grammar] = {}  # rank 0's sampler reads them, too
         self.grammars: Grammars | None = None  # made for the first request of this kind
-        self.step = self.num_free = -1
 
     def prepare(self, plan: Plan) -> Plan:
         self.tokenizer, self.vocab_size = plan.tokenizer, plan.model_config.vocab_size
@@ -366,8 +362,8 @@ class StructuredOutput(Extra):
 
     def added(self, request: Request) -> None:
         if (grammar := request.made.get(self)) is not None:
-            if not self.constraints:  # ahead of a drafter, whose tokens are only guesses
-                self.engine.add(self.forced, first=True)
+            if not self.constraints:
+                self.engine.add(self.forced)
             self.constraints.update({seq: grammar.fresh() for seq in request.sequences})
 
     def gave_up(self, seq: Sequence) -> bool:
@@ -382,16 +378,8 @@ class StructuredOutput(Extra):
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Up to `most` tokens that have to follow, none where there is a choice."""
-        scheduler, grammar = self.engine.scheduler, self.constraints.get(seq)
-        if self.step != scheduler.num_steps:
-            self.step = scheduler.num_steps
-            self.num_free = scheduler.max_num_seqs - len(scheduler.running)
-        limit = min(most, self.engine.runner.parts.num_drafts or self.num_free)
-        if grammar is None or limit <= 0:
-            return []
-        drafts = grammar.forced(seq, limit)
-        self.num_free -= len(drafts)
-        return drafts
+        grammar = self.constraints.get(seq)
+        return [] if grammar is None else grammar.forced(seq, most)
 
 
 class Forced(Extra):
@@ -400,5 +388,5 @@ class Forced(Extra):
     def __init__(self, grammars: StructuredOutput):
         self.grammars = weakref.proxy(grammars)
 
-    def draft(self, seq: Sequence, most: int) -> list[int]:
+    def force(self, seq: Sequence, most: int) -> list[int]:
         return self.grammars.propose(seq, most)

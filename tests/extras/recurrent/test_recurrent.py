@@ -319,7 +319,7 @@ def assert_recorded_texts(llm, texts, where: str) -> None:
         return [token + (i == end % 3) for i, token in enumerate(tokens[:2])] if guesses else (
             tokens[:2 - len(llm.scheduler.running)])
 
-    llm.scheduler.hooks.draft[:] = [draft]
+    (llm.hooks.draft if guesses else llm.hooks.force)[:] = [draft]
     for attempt in range(2):
         outputs = llm.generate(TWO_PROMPTS[:2 - attempt], GREEDY, use_tqdm=False)
         for output, (tokens, gaps) in zip(outputs, texts[:2 - attempt], strict=True):
