@@ -155,8 +155,13 @@ class Linear(nn.Module):
         """From now on `add(x, product)` gives the product with what adapters add to it."""
         self.adapted = add
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = self.ops.linear(x, self.packed, bias)
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """As an LM head or a router, whose numbers are compared: `forward`, but in float32."""
+        return self.multiply(x, self.bias, torch.float32)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None,
+                 out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        out = self.ops.linear(x, self.packed, bias, out_dtype)
         return out if self.adapted is None else self.adapted(x, out)
 
 
@@ -197,8 +202,8 @@ class Embedding(nn.Module):
         return self.ops.look_up(rows, self.packed).to(self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the LM head: (num_rows, hidden_size) -> (num_rows, tokens that are here)"""
-        return self.ops.linear(hidden, self.packed)
+        """As the LM head: (num_rows, hidden_size) -> (num_rows, tokens that are here), float32"""
+        return self.ops.linear(hidden, self.packed, None, torch.float32)
 
 
 class Experts(nn.Module):

@@ -113,14 +113,13 @@ class Decoder(nn.Module):
         return found
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """(num_rows, hidden_size) -> (num_rows, vocab_size), on rank 0; None on the others. Only
-        rows that sample come here."""
+        """(num_rows, hidden_size) -> (num_rows, vocab_size) in float32, on rank 0; None on the
+        others. Only rows that sample come here."""
         return self.ranks.gather(self.own_logits(hidden), self.config.vocab_size)
 
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of this rank's share of the vocabulary."""
-        logits = (self.embed_tokens.logits(hidden) if self.lm_head is None
-                  else self.lm_head(hidden))
+        logits = (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
         cap = self.config.logits_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -250,7 +249,7 @@ class MoE(nn.Module):
         self.experts = on.experts(experts, config.hidden_size, inner, config.activation, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        scores = self.gate(hidden).float().softmax(-1)  # (num_tokens, num_experts)
+        scores = self.gate.logits(hidden).softmax(-1)  # (num_tokens, num_experts)
         weights, ids = scores.topk(self.experts_per_token, dim=-1)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -4,6 +4,7 @@ with transformers' in test_model_runner.
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from nanoserve import LLM, SamplingParams
@@ -59,3 +60,20 @@ def test_gemmas_embedding_is_scaled_in_its_own_precision(dtype):
     theirs.weight.data = model.embed_tokens.packed
     ids = torch.arange(260)
     assert torch.equal(model.embed(ids), theirs(ids))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "gemma2"])
+def test_logits_are_not_rounded(checkpoints, name, kernels):
+    """Those of a network in bfloat16 are float32, as exact as sums in it, softcap included: by
+    bfloat16's steps of 1/256 the likeliest of many tokens would often tie."""
+    folder, hidden = checkpoints[name], torch.randn(5, 64).bfloat16()
+    model = LLM(folder, dtype="bfloat16", kernels=kernels).runner.model
+    weights = load_file(folder / "model.safetensors")
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).bfloat16()
+    expected = hidden.double() @ head.double().T
+    if name == "gemma2":
+        expected = 3 * torch.tanh(expected / 3)
+    got = model.compute_logits(hidden)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)

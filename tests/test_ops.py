@@ -103,6 +103,11 @@ def test_linear(ops, dtype, outputs, inputs):
             assert got.dtype == dtype and got.shape == (rows, outputs)
             if rows:
                 close(got, exact, 2)
+        for given, exact in ((None, expected), (bias, expected + bias.double())):
+            got = ops.linear(x, packed, given, torch.float32)  # not rounded to x's dtype
+            assert got.dtype == torch.float32 and got.shape == (rows, outputs)
+            if rows:
+                close(got, exact)
     ids = torch.tensor([outputs - 1, 0, outputs // 2, 0])
     rows = ops.look_up(ids, packed)
     assert torch.equal(rows.to(dtype), kept[ids])

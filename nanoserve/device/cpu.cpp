@@ -255,8 +255,8 @@ void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_r
 constexpr long AHEAD = 128;  // lines of panels fetched early; not with few rows, see docs/LOG.md
 
 // out (rows, outputs) = x @ weight.T + bias. at: which rows of x, null for the first ones in order.
-template <class T>
-void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bias, T *out,
+template <class T, class Out = T>
+void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bias, Out *out,
              long rows, long inputs, long outputs) {
     if (!rows) return;  // a step that samples nothing: the LM head need not be read
     const Tiling tiling(rows, ON_TILES<T>);
@@ -300,6 +300,8 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
         }
     });
 }
+
+template <class T> constexpr auto wide_product = product<T, float>;  // sums are not rounded
 
 // weight (outputs, inputs) into panels, for each of `count` matrices.
 template <class T>
@@ -932,6 +934,8 @@ extern "C" const Function functions[] = {
     FUNCTION(pack, T weight[count outputs inputs], i32 packed[count panels units _lanes]),
     FUNCTION(product, T x[rows inputs], i64? at[rows], panels weight[outputs inputs],
              T? bias[outputs] -> T out[rows outputs]),
+    FUNCTION(wide_product, T x[rows inputs], i64? at[rows], panels weight[outputs inputs],
+             T? bias[outputs] -> f32 out[rows outputs]),
     FUNCTION(add_rms_norm, T x[rows size], T? residual[rows size], f32 weight[size], float eps ->
              T out[rows size], T total[rows size]),
     FUNCTION(act_and_mul, T gate_up[rows _both], long is_gelu -> T out[rows size]),

@@ -57,8 +57,10 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     return PackedWeight(memory, tuple(weight.shape), weight.dtype)
 
 
-def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return LIBRARY.product(x.contiguous(), None, packed, bias)
+def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None,
+           out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    product = LIBRARY.product if out_dtype is None else LIBRARY.wide_product
+    return product(x.contiguous(), None, packed, bias)
 
 
 def look_up(ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:

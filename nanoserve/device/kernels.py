@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoserve import ops
 from nanoserve.batch import Batch
 from nanoserve.device.kernels_delta import delta_rule
 from nanoserve.device.kernels_fused import (
@@ -44,7 +45,7 @@ from nanoserve.device.kernels_fused import (
     table_line,
 )
 from nanoserve.device.kernels_sampling import draw, floors
-from nanoserve.ops import argmax, linear, look_up, new_cache, pack
+from nanoserve.ops import argmax, look_up, new_cache, pack
 
 # The namespace. Matrix products are cuBLAS's, which `ops` calls through torch; the cache is `ops`'s
 # own (in 8 bits in another order); all but attention comes from the other files of kernels.
@@ -85,6 +86,15 @@ MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more
 # Of rows that fill the GPU, those with more keys than this are split. Most of these programs return
 # at once, so there may be more of them on each multiprocessor (reckoned, not measured).
 LONG_KEYS, LONG_PROGRAMS = 2048, 32
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None,
+           out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`ops.linear`; cuBLAS can store the float32 sums that it makes in any case."""
+    if out_dtype in (None, x.dtype) or not x.is_cuda:
+        return ops.linear(x, packed, bias, out_dtype)
+    out = torch.mm(x, packed.T, out_dtype=out_dtype)
+    return out if bias is None else out + bias
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,

@@ -228,6 +228,8 @@ def check_products(twin: ModuleType, shapes: Shapes, device: torch.device) -> Co
         x = numbers(shapes, device, rows, shapes.hidden_size)
         yield (f"a batch of {rows}", twin.linear(x, packed, bias),
                ops.linear(x.float(), weight.float(), bias.float()))
+        yield (f"logits of {rows}", twin.linear(x, packed, None, torch.float32),
+               ops.linear(x.float(), weight.float()))
     yield "rows", twin.look_up(torch.arange(136, device=device).flip(0), packed), weight.flip(0)
 
 

@@ -108,7 +108,7 @@ class EagleHead(Head):
 
     def compute_logits(self, hidden: States) -> torch.Tensor | None:
         """Over the model's vocabulary. A head knows the frequent tokens alone."""
-        logits = self.ranks.gather(self.lm_head(self.norm(hidden)), self.size)
+        logits = self.ranks.gather(self.lm_head.logits(self.norm(hidden)), self.size)
         if logits is None or self.size == self.config.vocab_size:
             return logits
         every = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)

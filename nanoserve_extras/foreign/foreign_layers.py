@@ -71,6 +71,7 @@ class Packed(nn.Module):
         biases = [one.bias for one in matrices.values() if one.bias is not None]
         self.bias = torch.cat(biases) if biases else None
         self.linear = on.linear(weights[0].shape[1], rows, False, on)
+        self.out_dtype = torch.float32 if "lm_head" in matrices else None
         if any(kept):
             end = 0
             for weight, own in zip(weights, kept, strict=True):
@@ -85,7 +86,7 @@ class Packed(nn.Module):
                                   device="meta").as_subclass(Shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.linear.multiply(x.reshape(-1, x.shape[-1]), self.bias)
+        out = self.linear.multiply(x.reshape(-1, x.shape[-1]), self.bias, self.out_dtype)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -220,7 +221,7 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
     """Put ours in the place of a network's parts, but not of its towers', if it sees. kept: by our
     names. below: the path of the block to which this is limited; what was replaced there before
     stays. A router, an `nn.Linear` with an output for each expert, is not rounded."""
-    head, top = network.get_output_embeddings(), network.get_submodule(below)
+    head, top = head_of(network), network.get_submodule(below)
     towers, rounds = towers_of(network) if sees else (), on.linear is not Linear
     routed = {one.down_proj.size(0) for one in network.modules() if hasattr(one, "is_transposed")}
     if on.device.type == "cpu":
@@ -251,6 +252,15 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
                 setattr(module, name, Gated(
                     packed(inner, {one: getattr(child, one) for one in first}),
                     packed(inner, {last: getattr(child, last)}), activation, on.ops))
+
+
+def head_of(network: nn.Module) -> nn.Module | None:
+    """The LM head, or the last matrix of a classifier, whose numbers stay float32."""
+    if not type(network).__name__.endswith("ForSequenceClassification"):
+        return network.get_output_embeddings()
+    behind = [*network.base_model.modules()]
+    return [one for one in network.modules() if isinstance(one, (nn.Linear, Packed))
+            and one not in behind][-1]
 
 
 def pack_experts(path: str, experts: nn.Module, on: Placement,

@@ -264,9 +264,9 @@ constexpr long AHEAD = 4096;  // bytes of a panel that are fetched before they a
 
 // out (rows, outputs) = x @ weight.T + bias. group: the inputs of a group of 4 bits; 0 for int8,
 // which alone has weight_scales. panel_size: bytes.
-template <class T>
+template <class T, class Out = T>
 void product(const T *x, const uint8_t *weight, const float *weight_scales, long group,
-             const T *bias, T *out, long rows, long inputs, long panels, long panel_size,
+             const T *bias, Out *out, long rows, long inputs, long panels, long panel_size,
              long outputs) {
     if (!rows) return;  // as in device/cpu.cpp
     const bool is_4 = group > 0;
@@ -334,9 +334,13 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
     });
 }
 
+template <class T> constexpr auto wide_product = product<T, float>;  // as in device/cpu.cpp
+
 }  // namespace
 
 extern "C" const Function functions[] = {
     FUNCTION(product, T x[rows inputs], i8 weight[panels panel_size],
              f32? weight_scales[outputs], long group, T? bias[outputs] -> T out[rows outputs]),
+    FUNCTION(wide_product, T x[rows inputs], i8 weight[panels panel_size],
+             f32? weight_scales[outputs], long group, T? bias[outputs] -> f32 out[rows outputs]),
     {}};

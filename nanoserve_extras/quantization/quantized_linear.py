@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanoserve import ops
 from nanoserve.device.build import load
 from nanoserve.device.library import functions_of
 from nanoserve.device.memory import return_freed_memory
@@ -219,12 +220,13 @@ class TorchWeight(NamedTuple):
         return Quantised(values, heads & 15, storable(heads.view(torch.float32)),
                          self.size).restored()
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x (n, inputs) @ weight.T + bias"""
-        out = x.new_empty(len(x), len(self.memory))
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None,
+               out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x (n, inputs) @ weight.T + bias. out_dtype: as in `ops.linear`."""
+        out = x.new_empty(len(x), len(self.memory), dtype=out_dtype)
         for some in portions(len(self.memory), self.inputs):
-            out[:, some] = F.linear(x, self.rows(some).to(x.dtype),
-                                    None if bias is None else bias[some])
+            out[:, some] = ops.linear(x, self.rows(some).to(x.dtype),
+                                      None if bias is None else bias[some], out_dtype)
         return out
 
 
@@ -264,9 +266,11 @@ class CpuWeight(NamedTuple):
         values = units[ids // PANEL, :, ids % PANEL].view(torch.int8)[:, :self.inputs]
         return values * self.scales[ids, None]
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return library().product(x.contiguous(), self.memory, self.scales, self.size, bias,
-                                 inputs=self.inputs, outputs=self.outputs)
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None,
+               out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        product = library().product if out_dtype is None else library().wide_product
+        return product(x.contiguous(), self.memory, self.scales, self.size, bias,
+                       inputs=self.inputs, outputs=self.outputs)
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
@@ -286,8 +290,9 @@ def library() -> SimpleNamespace:
 
 # ------------------------------------------------------------------------ layers
 
-OPS = SimpleNamespace(linear=lambda x, packed, bias=None: packed.linear(x, bias),
-                      look_up=lambda ids, packed: packed.rows(ids))
+OPS = SimpleNamespace(
+    linear=lambda x, packed, bias=None, out_dtype=None: packed.linear(x, bias, out_dtype),
+    look_up=lambda ids, packed: packed.rows(ids))
 
 
 class QuantisedLinear(Linear):

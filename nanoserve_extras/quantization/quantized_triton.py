@@ -24,11 +24,10 @@ docs/devices.md has what an H200 needs for a step.
 from math import gcd
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanoserve.device import kernels_fused
+from nanoserve.device import kernels, kernels_fused
 from nanoserve.device.kernels_fused import tile_of_expert
 from nanoserve_extras.quantization.quantized_linear import TorchWeight
 
@@ -53,12 +52,13 @@ RESTORED = dict(N=4, K=1024, num_warps=4)  # a program's part of a matrix that i
 class TritonWeight(TorchWeight):
     """Multiplied as it is."""
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None,
+               out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """x (rows, inputs) -> (rows, outputs)"""
         launch = launch_for(x, len(x))
         if launch is None:
-            return F.linear(x, self.restored(x.dtype), bias)
-        return self.product(x, bias, launch)
+            return kernels.linear(x, self.restored(x.dtype), bias, out_dtype)
+        return self.product(x, bias, launch, out_dtype=out_dtype)
 
     @classmethod
     def stacked(cls, weights: list["TritonWeight"]) -> "TritonWeight":
@@ -77,9 +77,10 @@ class TritonWeight(TorchWeight):
         return self.product(x, None, launch, starts, len(self.memory))
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, launch: dict,
-                starts: torch.Tensor | None = None, num_experts: int = 1) -> torch.Tensor:
+                starts: torch.Tensor | None = None, num_experts: int = 1,
+                out_dtype: torch.dtype | None = None) -> torch.Tensor:
         (rows, inputs), outputs = x.shape, self.memory.shape[-2]
-        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+        out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
         # 100 rows, 16 experts, tiles of 16: at most 15 with a single row, and 6 for the other 85.
         tiles = (rows + min(num_experts, rows) * (launch["M"] - 1)) // launch["M"]
         # Programs that are neighbours have other rows and the same weights, which are read once.

@@ -264,8 +264,8 @@ def few_prompts() -> list[list[int]]:
     return [*own[:3], shared + own[3], shared + own[4]]
 
 
-def start(folder, head, **options) -> LLM:
-    return LLM(folder, dtype="float32", skip_tokenizer_init=True, speculative_config=dict(
+def start(folder, head, dtype="float32", **options) -> LLM:
+    return LLM(folder, dtype=dtype, skip_tokenizer_init=True, speculative_config=dict(
         method="eagle3", model=str(head), num_speculative_tokens=NUM_DRAFTS), **options)
 
 
@@ -376,6 +376,15 @@ def check_drafts(name: str, make, dense: Dense, references, few_prompts, modes=M
                 if gap < 1e-3:
                     break  # a near-tie: what follows it differs
                 assert draft == expected, (mode, len(token_ids))
+
+
+def test_logits_of_drafts_are_not_rounded(checkpoints, tmp_path):
+    """Neither those of a head that knows a few words alone."""
+    head = make_head(tmp_path / "head", FEW_WORDS)
+    with start(checkpoints["llama2"], head, dtype="bfloat16") as llm:
+        logits = llm.runner.networks[1].compute_logits(torch.randn(3, 64).bfloat16())
+        known = logits[:, FEW_WORDS]
+        assert logits.dtype == torch.float32 and (known != known.bfloat16()).any()
 
 
 def test_a_lost_step_costs_drafts_and_no_text(checkpoints, references, tmp_path, few_prompts):

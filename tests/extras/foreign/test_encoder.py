@@ -113,6 +113,10 @@ def test_classes_equal_transformers(tmp_path, texts, name, num_labels):
     with start(folder, runner="auto") as llm:
         outputs = llm.classify(texts, use_tqdm=False)
         assert_close([torch.tensor(output.outputs.probs) for output in outputs], expected)
+    with start(folder, runner="auto", dtype="bfloat16") as llm:  # classes are not rounded to it
+        outputs = llm.encode(texts, PoolingParams(use_activation=False), pooling_task="classify",
+                             use_tqdm=False)
+        assert any((one.outputs.data != one.outputs.data.bfloat16()).any() for one in outputs)
 
 
 KINDS = ["roberta", "xlm-roberta", "camembert", "data2vec-text", "bert", "electra", "ernie"]

@@ -430,3 +430,14 @@ def test_what_a_recording_would_freeze_is_found_at_the_start(made, recorded, cap
         assert "a replay gives other numbers" in capsys.readouterr().err
         assert llm.runner.graphs is None
         assert_first_tokens(made, "gpt2", llm)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "gemma2"])
+def test_logits_are_not_rounded(checkpoints, name, monkeypatch):
+    """As those of our own decoder (test_model.py), through what a class does behind its head."""
+    llm, seen = start(checkpoints[name], dtype="bfloat16"), []
+    monkeypatch.setattr(llm.runner.model, "compute_logits", lambda logits: seen.append(logits) or (
+        logits))
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+    assert {logits.dtype for logits in seen} == {torch.float32}
+    assert all((logits != logits.bfloat16()).any() for logits in seen)

@@ -63,7 +63,12 @@ def check_products(kind, weight, meant: torch.Tensor, dtype: torch.dtype) -> Non
         assert got.shape == expected.shape and got.dtype == dtype
         if num_rows:
             close(got, expected)
-            close(weight.linear(x, bias), expected + bias.double())
+            close(got := weight.linear(x, bias), expected + bias.double())
+            sums = weight.linear(x, bias, torch.float32)  # an LM head's: not rounded to x's dtype
+            assert sums.dtype == torch.float32 and (
+                kind is not CpuWeight or torch.equal(sums.to(dtype), got))
+            close(sums.to(dtype), expected + bias.double())
+            assert dtype is torch.float32 or sums.numel() < 20 or (sums != sums.to(dtype)).any()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
