@@ -22,16 +22,15 @@ S-LoRA) would be one more function in each twin.
 """
 
 import hashlib
-import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from threading import Lock
 
+import regex
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
@@ -66,6 +65,9 @@ REFUSED = {"use_dora": False, "modules_to_save": None, "bias": "none", "lora_bia
            "layer_replication": None, "trainable_token_indices": None, "use_qalora": False,
            "use_bdlora": None, "arrow_config": None, "kasa_config": None,
            "monteclora_config": None}
+# What compares a pattern of `adapter_config.json` raises. Some expressions search for ever.
+PATTERN_ERRORS = (TypeError, TimeoutError, regex.error)
+MOST_SECONDS = 1.0
 # How A and B may have begun. With the other ways (PiSSA, OLoRA, LoftQ ...) training takes something
 # off the model's own weights as well, and PEFT does so again whenever it loads such an adapter.
 BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -317,18 +319,21 @@ def read_adapter(folder: Path, max_rank: int, shapes: dict[str, tuple[int, int]]
             folder / WEIGHTS, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     pairs: dict[str, dict[str, torch.Tensor]] = {}
+    modules: dict[str, str] = {}  # by path: the name in the model that was trained
     for name, tensor in tensors.items():
-        path, _, kind = name.removesuffix(".weight").rpartition(".")
-        path = translated(path.removeprefix(PREFIX))
+        module, _, kind = name.removesuffix(".weight").rpartition(".")
+        module = module.removeprefix(PREFIX)
+        path = translated(module)
         if kind not in ("lora_A", "lora_B") or path not in shapes:
             names = sorted({path.rpartition(".")[2] for path in shapes})
             raise ValueError(f"{folder}: {name} changes what no adapter can change here: only the "
                              f"projections {', '.join(names)} of this model's layers; merge the "
                              "adapter instead (peft's merge_and_unload)")
         pairs.setdefault(path, {})[kind] = tensor
+        modules[path] = module
     if not pairs:
         raise ValueError(f"{folder / WEIGHTS} has no tensors")
-    return {path: _scaled(folder, path, pair, settings, max_rank, *shapes[path])
+    return {path: _scaled(folder, modules[path], pair, settings, max_rank, *shapes[path])
             for path, pair in pairs.items()}
 
 
@@ -352,12 +357,18 @@ def _read_settings(folder: Path) -> dict:
 
 def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: dict, max_rank: int,
             outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One module's two matrices, checked, with `scaling` in the second.
+    """One module's two matrices, checked, with `scaling` in the second. path: as PEFT has it.
 
     scaling is alpha / rank, with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023).
     """
     if len(pair) < 2:
         raise ValueError(f"{folder}: {path} has only {next(iter(pair))}, both are needed")
+    with in_words(f"{folder}: adapter_config.json: target_modules, exclude_modules and layers_* "
+                  f"can't be compared with {path}", *PATTERN_ERRORS):
+        if not is_targeted(settings, path):
+            raise ValueError(f"{folder}: {path} has an adapter, and by adapter_config.json "
+                             "(target_modules, exclude_modules, layers_to_transform) it has none: "
+                             "PEFT would pass it over")
     a, b = pair["lora_A"].float(), pair["lora_B"].float()
     rank = a.shape[0] if a.dim() else 0
     if rank > max_rank:
@@ -378,25 +389,48 @@ def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: di
 
 
 def of_module(folder: Path, settings: dict, name: str, path: str, default: float) -> float:
-    """What a pattern of PEFT's says for a module: the first key that matches the end of its path,
-    whole names only. PEFT takes a regular expression, which may search without end; here it is
-    names, and `.*` between them. Raises `ValueError` for anything else."""
+    """What a pattern of PEFT's says for a module: the number of the first key that is, as a regular
+    expression, the end of its path, whole names only. Raises `ValueError` for what is no number, or
+    no expression, or searches for long."""
     value = default
     given = settings.get(name) or {}
     with in_words(f"{folder}: adapter_config.json: {name}={given!r:.80} must name modules and "
-                  "their numbers, with no other pattern than .*", AttributeError, TypeError):
+                  "their numbers", AttributeError, *PATTERN_ERRORS):
         for key, of_key in given.items():
-            if not re.fullmatch(r"\^?([\w-]|\\?\.|\.\*)+\$?", key):
-                raise TypeError(key)
-            names = key.strip("^$").replace(".*", "*").replace("\\.", ".")
-            start = "." if key.startswith("^") else "*."
-            if fnmatchcase(f".model.{path}", start + names):  # in steady time
+            if regex.match(rf"(.*\.)?({key})$", path, timeout=MOST_SECONDS):
                 value = of_key
                 break
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e308:
         raise ValueError(f"{folder}: adapter_config.json: {path} has the rank or alpha {value!r}, "
                          "which is no number")
     return value
+
+
+def is_targeted(settings: dict, path: str) -> bool:
+    """Whether PEFT gives a module an adapter. Without target_modules, or with "all-linear", it
+    looks into the model; then the file is believed."""
+    target, layers = settings.get("target_modules"), settings.get("layers_to_transform")
+    if is_named(settings.get("exclude_modules") or [], path):
+        return False
+    if target is None or str(target).lower() == "all-linear":
+        return True
+    if isinstance(target, str) or path in target or layers in (None, []):
+        return is_named(target, path)
+    found = None
+    for name in _as_list(settings.get("layers_pattern") or r".*?\.[^.]*"):
+        found = found or regex.match(rf"(?:.*?\.)?{name}\.(\d+)\.", path, timeout=MOST_SECONDS)
+    return bool(found) and int(found[1]) in _as_list(layers) and is_named(target, path)
+
+
+def is_named(rule: str | list[str], path: str) -> bool:
+    """By PEFT's two ways to name modules: an expression for all of the path, or ends of it."""
+    if isinstance(rule, str):
+        return bool(regex.fullmatch(rule, path, timeout=MOST_SECONDS))
+    return any(f".{path}".endswith(f".{end}") for end in rule)
+
+
+def _as_list(value: object) -> list:
+    return value if isinstance(value, list) else [value]
 
 
 class LoRA(Extra):

@@ -183,16 +183,56 @@ def test_patterns_give_modules_ranks_and_scalings_of_their_own(voices, tmp_path)
         other.check(llm, [1, 2])
 
 
+FULL = "model.language_model.layers.11.self_attn.q_proj"
+KEYS = ["q_proj", "proj", "self_attn.q_proj", r"layers\.11\.self_attn\.q_proj", ".*q_proj", "roj",
+        "layers.1.*q_proj", "layers.12.*", "^model.*layers.11.*", "^layers.11.*", "q_proj$", FULL,
+        "layers.11", "1.self_attn.q_proj", ".*.*.*", "model.*k_proj", "language_model.*",
+        "^" + FULL, "q_proj|v_proj", "layers.1[01].self_attn.(q|k)_proj",
+        "base_model.model." + FULL]
+
+
 def test_a_pattern_matches_what_it_matches_in_peft():
-    """PEFT's own rule is a regular expression around the key; a hundred wildcards end, too."""
-    path = "layers.11.self_attn.q_proj"
-    for key in ("q_proj", "proj", "self_attn.q_proj", r"layers\.11\.self_attn\.q_proj", ".*q_proj",
-                "layers.1.*q_proj", "layers.12.*", "^model.layers.11.*", "^layers.11.*", "q_proj$",
-                "layers.11", "1.self_attn.q_proj", ".*.*.*.*.*", "model.*self_attn.*k_proj"):
-        matches = re.match(rf"(.*\.)?({key})$", f"model.{path}")
-        found = lora.of_module(Path(), {"alpha_pattern": {key: 3}}, "alpha_pattern", path, 8)
+    """PEFT's own rule is a regular expression around the key, on the name in the model that was
+    trained: what sees has language_model in it, which our own names have not."""
+    for key in KEYS:
+        matches = re.match(rf"(.*\.)?({key})$", FULL)
+        found = lora.of_module(Path(), {"alpha_pattern": {key: 3}}, "alpha_pattern", FULL, 8)
         assert found == (3 if matches else 8), key
-    assert lora.of_module(Path(), {"a": {".*a" * 100 + "b": 3}}, "a", "a" * 10_000, 8) == 8
+    both = {"alpha_pattern": {"k_proj": 1, "self_attn.q_proj": 2, "q_proj": 3}}
+    assert lora.of_module(Path(), both, "alpha_pattern", FULL, 8) == 2  # the first that matches
+
+
+RULES = [(dict(), True), (dict(target_modules=["v_proj", "q_proj"]), True),
+         (dict(target_modules=["_proj"]), False), (dict(target_modules=[FULL]), True),
+         (dict(target_modules=r".*\.layers\..*_proj"), True),
+         (dict(target_modules="q_proj"), False),
+         (dict(target_modules="all-linear", exclude_modules=["self_attn.q_proj"]), False),
+         (dict(target_modules=["q_proj"], exclude_modules=r".*k_proj|.*\.1\..*"), True),
+         (dict(target_modules=["q_proj"], layers_to_transform=[1, 11]), True),
+         (dict(target_modules=["q_proj"], layers_to_transform=1), False),
+         (dict(target_modules=["q_proj"], layers_to_transform=11, layers_pattern="layers"), True),
+         (dict(target_modules=["q_proj"], layers_to_transform=11, layers_pattern=["h"]), False),
+         (dict(target_modules=[FULL], layers_to_transform=[0]), True)]
+
+
+@pytest.mark.parametrize("settings, targeted", RULES, ids=str)
+def test_what_a_file_may_change_is_what_peft_would_change(settings, targeted):
+    assert lora.is_targeted(settings, FULL) == targeted
+
+
+@pytest.mark.full
+def test_peft_compares_names_in_the_same_way():
+    peft = pytest.importorskip("peft")
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+    for key in KEYS:
+        found = lora.of_module(Path(), {"a": {key: 3}}, "a", FULL, 8)
+        assert found == {key: 3}.get(get_pattern_key([key], FULL), 8), key
+    for settings, _ in RULES[1:]:
+        if settings["target_modules"] != "all-linear":
+            config = peft.LoraConfig(**settings)
+            found = bool(check_target_module_exists(config, FULL))
+            assert lora.is_targeted(settings, FULL) == found, settings
 
 
 @pytest.mark.parametrize("entries, words", [
@@ -207,9 +247,10 @@ def test_a_pattern_matches_what_it_matches_in_peft():
     (dict(lora_alpha="16"), "alpha '16', which is no number"),
     (dict(lora_alpha=1e300), "numbers that are not finite"),
     (dict(alpha_pattern={"(": 3}), r"alpha_pattern=.* must name modules"),
-    (dict(rank_pattern={r"(\w+\.?)+x": 4}), r"rank_pattern=.* no other pattern"),
-    (dict(alpha_pattern={"q?" * 40: 4}), "no other pattern"),
+    (dict(rank_pattern={"(.+)" * 9 + r"\3\4\5\6\7\8\9": 4}), "rank_pattern=.* regex timed out"),
     (dict(alpha_pattern=[1]), r"alpha_pattern=\[1\] must name modules"),
+    (dict(target_modules=["v_proj"]), "q_proj has an adapter, and by .*target_modules.* none"),
+    (dict(target_modules="("), "target_modules, .* can't be compared with model.layers"),
     (dict(peft_type="IA3"), "peft_type must be LORA")])
 def test_settings_that_are_refused(voices, tmp_path, entries, words):
     """PiSSA and OLoRA take what they begin with off the model's weights, and PEFT does so whenever

@@ -55,7 +55,9 @@ def voices(tmp_path_factory):
                 (ARCHITECTURES | HYBRIDS)[name](), root / "base")
             made[name] = Adapters(base, root, reference if name in WRAPPED else Reference)
             extra = dict(fan_in_fan_out=True) if name == "gpt2" else {}
-            made[name].write(1, TARGETS[name][0], **extra)
+            scaled = dict(lora_alpha=1, alpha_pattern={  # as PEFT has it: by the file's names
+                r"language_model\.layers\.\d+\..*": 8}) if name in WRAPPED else {}
+            made[name].write(1, TARGETS[name][0], **extra, **scaled)
             made[name].write(2, TARGETS[name][1], rank=8, scaling=1.0, **extra)
         return made[name]
 
