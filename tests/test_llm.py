@@ -4,10 +4,12 @@ import json
 import sys
 
 import pytest
+import torch
 from checkpoints import BOS, END_OF_TURN, EOS
 from helpers import write_json
 from small_engine import HELLO, MESSAGES, copy_of, greedy, make, run, tokens
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
 from nanoserve import SamplingParams
 
@@ -34,7 +36,7 @@ def test_entries_of_generation_config_are_applied_or_said(qwen3, tmp_path, capsy
     folder, silent = copy_of(qwen3, tmp_path), dict(
         transformers_version="5.24.0", pad_token_id=0, do_sample=True, num_beams=1, typical_p=1.0,
         encoder_repetition_penalty=1.0, epsilon_cutoff=0.0, no_repeat_ngram_size=0, top_h=None,
-        suppress_tokens=[], cache_implementation="static", max_length=64)
+        suppress_tokens=[], bad_words_ids=[[4]], cache_implementation="static", max_length=64)
     write_json(folder / "generation_config.json", **silent, min_new_tokens=20, stop_strings=["q"])
     llm = make(folder)
     assert "not applied" not in capsys.readouterr().err
@@ -42,7 +44,7 @@ def test_entries_of_generation_config_are_applied_or_said(qwen3, tmp_path, capsy
         min_tokens=20, max_tokens=20, stop=["q"])
     (output,) = run(llm, "Hello")
     assert len(output.outputs[0].token_ids) == 20
-    said = dict(suppress_tokens=[1, 2], begin_suppress_tokens=[3], bad_words_ids=[[4, 5]],
+    said = dict(begin_suppress_tokens=[3], bad_words_ids=[[4, 5]],
                 no_repeat_ngram_size=3, forced_bos_token_id=0, forced_eos_token_id=1, min_length=1,
                 encoder_no_repeat_ngram_size=2, typical_p=0.9, epsilon_cutoff=0.1, top_h=0.4,
                 max_length=63, do_sample=False, sequence_bias=[[[6], 1.0]], a_new_one={"b": 1})
@@ -52,6 +54,27 @@ def test_entries_of_generation_config_are_applied_or_said(qwen3, tmp_path, capsy
     assert line == "nanoserve: generation_config.json: not applied: " + ", ".join(
         f"{name}={said[name]!r}" for name in json.loads(
             (folder / "generation_config.json").read_text()) if name in said)
+
+
+@pytest.mark.parametrize("options", [{}, dict(async_scheduling=True), dict(
+    speculative_config=dict(method="ngram", num_speculative_tokens=3))], ids=str)
+def test_tokens_that_the_checkpoint_suppresses_never_come(qwen3, tmp_path, expected, options):
+    """As transformers' `generate` obeys both entries, whatever a request asks for."""
+    folder, free = copy_of(qwen3, tmp_path), expected("Hello")
+    entries = dict(suppress_tokens=[free[0], free[1], 10 ** 6], bad_words_ids=[[free[2]], [EOS]])
+    write_json(folder / "generation_config.json", **entries, eos_token_id=EOS)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    want = model.generate(torch.tensor([HELLO]), do_sample=False,
+                          max_new_tokens=8, eos_token_id=10 ** 6)[0, -8:].tolist()
+    assert not {*want} & {*free[:3]}
+    llm = make(folder, **options)
+    for params in (greedy(8, ignore_eos=True), greedy(8, ignore_eos=True, bad_words=["#"])):
+        assert tokens(run(llm, [HELLO] * 2, params)) == [want] * 2
+    with pytest.raises(ValueError, match="leave no token.*generation_config.json its suppress"):
+        run(llm, HELLO, greedy(allowed_token_ids=free[:2]))
+    write_json(folder / "generation_config.json", suppress_tokens=[5, 1.5])
+    with pytest.raises(ValueError, match="generation_config.json: suppress_tokens .* lists of"):
+        make(folder)
 
 
 def test_an_engine_without_a_tokenizer(qwen3, expected):

@@ -31,10 +31,12 @@ from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.plain_texts import PlainTexts
 from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt, salt_of, template_of
 from nanoserve.frontend.request import Request
+from nanoserve.frontend.rules import in_words
 from nanoserve.frontend.vllm import in_our_words
 
-# Entries of generation_config.json: those that are applied; those that change texts unless they
-# have this value; and those that never do.
+# Entries of generation_config.json: those that are applied where a request says nothing, beside
+# those that hold for every request (`read_suppressed`); those that change texts unless they have
+# this value; and those that never do.
 RECOMMENDED = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
                    repetition_penalty="repetition_penalty", max_new_tokens="max_tokens",
                    min_new_tokens="min_tokens", stop_strings="stop")
@@ -46,8 +48,9 @@ NEUTRAL = dict(
     token_healing=False)
 WITHOUT_EFFECT = re.compile(
     "_.*|transformers_version|(bos|eos|pad|decoder_start)_token_id|.*cache.*|return_dict.*|output_.*|"
-    "renormalize_logits|.*compile.*|is_assistant|(num_)?assistant_.*|prompt_lookup.*|"
-    "max_matching_ngram_size|speculation_type|trust_remote_code|low_memory|prefill_chunk_size")
+    "renormalize_logits|.*compile.*|is_assistant|(num_)?assistant_.*|prompt_lookup.*|use_mtp|"
+    "max_matching_ngram_size|speculation_type|trust_remote_code|low_memory|prefill_chunk_size|"
+    "target_lookbehind|continuous_batching_config|suppress_tokens")
 
 
 class InputProcessor:
@@ -58,6 +61,7 @@ class InputProcessor:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
+        self.suppressed = [[token_id] for token_id in self._read_suppressed()]
         is_asked = config.split_special_tokens and tokenizer is not None
         self.plain = PlainTexts(tokenizer) if is_asked and not _renders_by_code(tokenizer) else None
 
@@ -89,7 +93,7 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(params, name) == -1:  # all; from here on a number like any other
                 setattr(params, name, self.model_config.vocab_size)
-        bad_word_ids = self._bad_word_ids(params.bad_words or [])
+        bad_word_ids = self.suppressed + self._bad_word_ids(params.bad_words or [])
         # EOS too early is no use even where it ends nothing (ignore_eos), says vLLM.
         vocab_size = self.model_config.vocab_size  # some configs name an EOS beyond it
         late_ids = frozenset(i for i in (*params.stop_token_ids, *self._eos_ids())
@@ -153,6 +157,20 @@ class InputProcessor:
             params.max_tokens = max(SamplingParams.max_tokens, params.min_tokens)
         return params
 
+    def _read_suppressed(self) -> list[int]:
+        """Tokens that no text has, whatever a request asks for: `suppress_tokens` of
+        generation_config.json, and of its `bad_words_ids` those that are one token and no EOS. As
+        in transformers, ids outside the vocabulary forbid nothing."""
+        found = self.model_config.generation_defaults
+        with in_words("generation_config.json: suppress_tokens and bad_words_ids must be lists of "
+                      "token ids, and of such lists", TypeError):
+            ids = list(found.get("suppress_tokens") or [])
+            words = [list(word) for word in found.get("bad_words_ids") or []]
+            ids += [word[0] for word in words if len(word) == 1 and word[0] not in self._eos_ids()]
+            if any(type(i) is not int for i in ids):
+                raise TypeError(f"got {ids!r:.80}")
+        return [i for i in dict.fromkeys(ids) if 0 <= i < self.model_config.vocab_size]
+
     def not_applied(self) -> list[str]:
         """The entries of generation_config.json that would change texts, and don't, as a line."""
         found = {name: value for name, value in self.model_config.generation_defaults.items()
@@ -161,6 +179,8 @@ class InputProcessor:
         length = found.get("max_length")
         if isinstance(length, int) and length >= self.config.max_model_len:
             del found["max_length"]
+        if all(len(word) == 1 for word in found.get("bad_words_ids", [])):
+            found.pop("bad_words_ids", None)
         entries = ", ".join(f"{name}={value!r:.60}" for name, value in found.items())
         return [f"generation_config.json: not applied: {entries}"] * bool(found)
 
@@ -343,7 +363,7 @@ def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: 
             f"allowed_token_ids={str(params.allowed_token_ids):.80}, bad_words="
             f"{str(params.bad_words):.80} and min_tokens={params.min_tokens} leave no token that "
             "is always possible (min_tokens rules out EOS and stop_token_ids, a bad word its last "
-            "token): allow another token")
+            "token, generation_config.json its suppress_tokens): allow another token")
 
 
 def _text_alone(prompt: Prompt) -> str | None:
