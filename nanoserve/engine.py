@@ -258,7 +258,8 @@ class LLMEngine:
                 self.scheduler.finish(seq, "abort", None, request.num_read[seq.index])
                 continue
             if stop_string is not None:
-                self.scheduler.finish(seq, "stop", stop_string, request.num_read[seq.index])
+                self.scheduler.finish(seq, "stop", stop_string or None,
+                                      request.num_read[seq.index])
         self._hand_over(dict.fromkeys(request_of.values()),
                         [seq for seq in grown if seq.finish_reason is not None])
         if errors:

@@ -40,11 +40,12 @@ class Detokenizer:
     """Text of one sequence's output: `add` each token as it comes, then `flush` at the end.
 
     tokenizer: anything with `decode(ids, skip_special_tokens=...)`. span: given what is new of the
-    text, and whether it has ended, from where to where in it stop strings hold; None: everywhere.
+    text, and whether it has ended, from where to where in it stop strings hold, and where the text
+    is over without one, or None; without a span stop strings hold everywhere.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int],
-                 span: Callable[[str, bool], tuple[int, int]] | None = None):
+                 span: Callable[[str, bool], tuple[int, int, int | None]] | None = None):
         self.tokenizer = tokenizer
         self.params = params
         self.span = span
@@ -52,7 +53,7 @@ class Detokenizer:
         self.context = self._context(prompt_token_ids)  # decoding starts here; it was emitted
         self.pending: list[int] = []  # tokens behind the context: not emitted yet
         self.num_emitted = 0  # tokens of the output whose text was emitted
-        self.stop_string: str | None = None
+        self.stop_string: str | None = None  # "": the span has ended the text
         self.starts = dict.fromkeys(params.stop, 0)  # where each may begin in the text
 
     def add(self, token_id: int) -> str | None:
@@ -79,7 +80,8 @@ class Detokenizer:
     def is_deferred(self) -> bool:
         """Whether the text is wanted only when it has ended: then it is decoded in one call, which
         gives the same text unless there are broken characters in it."""
-        return self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.params.stop
+        is_watched = self.params.stop or self.span
+        return self.params.output_kind is RequestOutputKind.FINAL_ONLY and not is_watched
 
     def _emit(self, at_the_end: bool = False) -> str | None:
         """Emit the text of the pending tokens, unless it ends in half a character. Returns a stop
@@ -155,9 +157,11 @@ class Detokenizer:
         self.context, self.pending = context, self.pending[num:]
         self.num_emitted += num
         self.text += new_text
-        first, last = self.span(new_text, ended) if self.span else (0, len(self.text))
+        first, last, over = self.span(new_text, ended) if self.span else (0, len(self.text), None)
         found = [(at, stop) for stop, start in self.starts.items()
                  if (at := self.text.find(stop, max(first, start), last)) >= 0]
+        if over is not None:
+            found.append((over, ""))
         if found and self.num_emitted > self.params.min_tokens:
             at, self.stop_string = min(found)
             end = at + len(self.stop_string) if self.params.include_stop_str_in_output else at

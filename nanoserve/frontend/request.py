@@ -62,7 +62,7 @@ class Request:
     root: CacheEntry | None = None  # parent of its first block
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
     chat_template: str | None = None  # it wrote the prompt; None: the tokenizer's own, if any
-    make_span: Callable | None = None  # says where in a sample's text stop strings hold
+    make_span: Callable | None = None  # says where in a sample's text stop strings hold, or its end
     made: dict[object, Any] = field(default_factory=dict)  # by extra: what it has made of this
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
@@ -107,7 +107,7 @@ class Request:
                 core, list(ids), index, xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
                 num_prompt_logprobs=len(ids) - 1 if scores else 0))
             if params.detokenize and self.tokenizer is not None:
-                span = self.make_span() if params.stop and self.make_span else None
+                span = self.make_span() if self.make_span else None
                 self.detokenizers.append(Detokenizer(self.tokenizer, params, ids, span))
         self.num_read = [len(ids)] * params.n
         self.told = [(0, 0)] * params.n
@@ -120,7 +120,8 @@ class Request:
 
     def add_tokens(self, seq: Sequence, logprobs: list[list[tuple]] | None = None) -> str | None:
         """Turn the new tokens of `seq` into text. Returns the stop string that is in the text now,
-        if any: the text then ends after `num_read` tokens, even if the step brought more.
+        if any, or "" where the text is over without one (`make_span`): it then ends after
+        `num_read` tokens, even if the step brought more.
 
         logprobs: each new token's, where they are wanted. They are kept before any text is made, so
         that there are as many logprobs as tokens even when a tokenizer fails.

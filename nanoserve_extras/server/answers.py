@@ -340,7 +340,9 @@ class ChatAnswer(Answer):
         reader, reason = self.readers[index], sample.finish_reason
         is_cut = isinstance(sample.stop_reason, str) and reader and reader.state == "calls"
         has_called = reader and reader.num_calls and not is_cut
-        return "tool_calls" if has_called and reason == "stop" else reason
+        if has_called and reason == "stop" and not self.body.names_tool:  # OpenAI's exception
+            return "tool_calls"
+        return reason
 
     def news(self, index, request, sample) -> list[dict]:
         """As OpenAI's, the role comes in front, and the end is a piece without text."""

@@ -143,7 +143,8 @@ class Server:
         if isinstance(body, ChatBody):
             read = partial(self.turns.reader, body, requests[0].prompt)
             answer.readers = [read() for _ in range(body.num_samples)]
-            if self.turns.form.thought and answer.readers[0]:
+            is_watched = body.must_call or self.turns.form.thought and requests[0].params.stop
+            if is_watched and answer.readers[0]:
                 requests[0].make_span = lambda: read().span
         return answer
 

@@ -329,6 +329,7 @@ class ToolChoice(BaseModel):
     model_config = ConfigDict(strict=True)
     mode: Literal["auto", "required"]
     names: list[str]
+    is_named: bool = False  # one call, of the one tool
 
 
 def as_choice(one: Any) -> Any:
@@ -342,8 +343,9 @@ def as_choice(one: Any) -> Any:
             mode="required", tools=[one])
         names = [tool.get(tool.get("type", "function"), tool).get("name")
                  for tool in given["tools"]]
-        return ToolChoice(mode=given.get("mode", "auto"), names=[
-            name for name in names if name is not None or kind != "allowed_tools"])
+        is_named = kind != "allowed_tools"
+        return ToolChoice(mode=given.get("mode", "auto"), is_named=is_named, names=[
+            name for name in names if name is not None or is_named])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadRequest("tool_choice must be none, auto, required, a tool by its name, or "
                          f"allowed_tools with a mode and tools, got {one!r:.80}",
@@ -402,6 +404,11 @@ class Conversation(Body):
     def must_call(self) -> bool:
         return getattr(self.tool_choice, "mode", self.tool_choice) == "required"
 
+    @property
+    def names_tool(self) -> bool:
+        """Whether it asks for one call, of one tool, and then the end."""
+        return getattr(self.tool_choice, "is_named", False)
+
     @model_validator(mode="after")
     def check_tools(self) -> "Conversation":
         names = [tool.function.name for tool in self.tools or ()]
@@ -445,6 +452,11 @@ class ChatBody(GenerationBody, Conversation):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def calls_once(self) -> bool:
+        """Whether one call is the most."""
+        return self.names_tool or self.parallel_tool_calls is False
 
     @model_validator(mode="after")
     def check_logprobs(self) -> "ChatBody":

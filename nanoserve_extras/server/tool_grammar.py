@@ -78,7 +78,7 @@ class ModelTurns:
         # An answer in a form, or behind a marker of its own, may hold what looks like a call.
         kept = body.must_call or bool(
             not self.form.say and body.form() is None and find_spec("llguidance"))
-        return self.form.reader(schemas, prompt or "", body.parallel_tool_calls is False, kept)
+        return self.form.reader(schemas, prompt or "", body.calls_once, kept, body.must_call)
 
     def params(self, body: ChatBody, params: SamplingParams, prompt: str) -> SamplingParams:
         """With the grammar that the body's tools need. Raises `ValueError`."""

@@ -85,8 +85,8 @@ class TurnFormat:
     why: str = ""  # the reason, if there are no calls
 
     def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False,
-               kept: bool = False) -> "TurnReader":
-        return TurnReader(self, schemas, prompt, one, kept)
+               kept: bool = False, must: bool = False) -> "TurnReader":
+        return TurnReader(self, schemas, prompt, one, kept, must)
 
     @property
     def trigger(self) -> str:
@@ -113,12 +113,15 @@ class TurnReader:
     """Follows one text: `feed` it as it comes.
 
     schemas: of each tool's arguments, by name. prompt: what stands in front of the text. one: calls
-    behind the first are passed over. kept: a grammar keeps calls to the format.
+    behind the first are passed over. kept: a grammar keeps calls to the format. must: a call is
+    asked for, and one that repeats an earlier call ends the turn.
     """
 
     def __init__(self, form: TurnFormat, schemas: dict[str, Any], prompt: str, one: bool = False,
-                 kept: bool = False):
+                 kept: bool = False, must: bool = False):
         self.form, self.schemas, self.one = form, schemas if form.open else {}, one
+        self.must, self.is_over = must, False
+        self.made: list[Call] = []  # where a call is asked for: those that came
         self.may_think = bool(form.thought)
         self.state = "thinks" if self.may_think and not form.think else "says"
         self.rest, self.num_calls = "", 0
@@ -153,7 +156,7 @@ class TurnReader:
     def feed(self, text: str, ended: str | None = None) -> Piece:
         """What is new. ended: the text's `finish_reason`; nothing is held back then."""
         piece = Piece()
-        self.rest += text
+        self.rest = "" if self.is_over else self.rest + text
         while step := (self._calls(piece, text, ended) if self.state == "calls" else
                        self._texts(piece, ended)):
             self.state, text = step, self.rest
@@ -162,10 +165,10 @@ class TurnReader:
             piece.said += self.unheard
         return piece
 
-    def span(self, text: str, ended: bool) -> tuple[int, int]:
+    def span(self, text: str, ended: bool) -> tuple[int, int, int | None]:
         """Instead of `feed`, for a `Detokenizer`: stop strings hold from the first character of an
         answer or a call on, up to what may become a mark. None is found in a thought, or in the
-        white space behind it."""
+        white space behind it. The third number is where the turn is over, if it is."""
         self.is_heard = True  # also text that only may be an answer
         said, thinks = self.feed(text, "stop" if ended else None).said, self.state == "thinks"
         self.num_fed += len(text)
@@ -175,7 +178,8 @@ class TurnReader:
         calls = self.state == "calls"
         self.is_answering = not thinks and bool(self.is_answering or said or calls)
         may_be_mark = not self.is_answering or self.may_think or self.form.say
-        return self.answer, clear if may_be_mark and not calls else self.num_fed
+        last = clear if may_be_mark and not calls else self.num_fed
+        return self.answer, last, self.num_fed if self.is_over else None
 
     # Both take from `rest` what is clear, and name the state that follows, if one does.
 
@@ -227,10 +231,10 @@ class TurnReader:
                 self._say(piece, self.rest)
                 self.rest = ""
             elif ended or reads:
-                self._tell(piece, call)
+                self._tell(piece, call, False)
                 self.next_read = len(self.rest) * 1.02
             return None
-        self._tell(piece, call)
+        self._tell(piece, call, True)
         self.num_told, self.next_read = None, 0
         self.is_next = end.lastgroup == "more"
         self.rest, self.is_fresh = self.rest[end.end():], True
@@ -242,7 +246,14 @@ class TurnReader:
         else:
             self.unheard += text
 
-    def _tell(self, piece: Piece, call: Call) -> None:
+    def _tell(self, piece: Piece, call: Call, is_whole: bool) -> None:
+        if self.num_told is None and any(
+                one.name == call.name and one.arguments.startswith(call.arguments)
+                for one in self.made):  # so far it says what an earlier one has said
+            self.is_over |= is_whole
+            return
+        if self.must and is_whole:
+            self.made.append(call)
         if self.num_told is not None:
             piece.more += call.arguments[self.num_told:]
         elif not (self.one and self.num_calls):

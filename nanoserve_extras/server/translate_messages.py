@@ -109,7 +109,7 @@ class MessagesBody(CountBody):
 
     def whole(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict) -> dict:
         return dict(id=f"msg_{name}", type="message", role="assistant", model=chat["model"],
-                    content=[self._block(part) for part in parts], **self._stop(choice),
+                    content=[self._block(part) for part in parts], **self._stop(choice, parts),
                     usage=self._usage(chat))
 
     def _usage(self, chat: dict) -> dict:
@@ -118,10 +118,12 @@ class MessagesBody(CountBody):
         return dict(input_tokens=usage["prompt_tokens"] - cached, cache_read_input_tokens=cached,
                     cache_creation_input_tokens=0, output_tokens=usage["completion_tokens"])
 
-    def _stop(self, choice: dict) -> dict:
+    def _stop(self, choice: dict, parts: list[AnswerPart]) -> dict:
         reason, stop = choice["finish_reason"], choice["stop_reason"]
         if reason == "stop" and isinstance(stop, str):
             return dict(stop_reason="stop_sequence", stop_sequence=stop)
+        if reason == "stop" and any(part.kind == "call" for part in parts):
+            reason = "tool_calls"  # also of a tool that was named
         return dict(stop_reason=reason and STOPS.get(reason, "end_turn"), stop_sequence=None)
 
     def _block(self, part: AnswerPart, is_empty: bool = False) -> dict:
@@ -155,5 +157,6 @@ class MessagesBody(CountBody):
         return [dict(type="content_block_stop", index=part.index)]
 
     def over(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict) -> list[dict]:
-        return [dict(type="message_delta", delta=self._stop(choice), usage=self._usage(chat)),
+        delta = self._stop(choice, parts)
+        return [dict(type="message_delta", delta=delta, usage=self._usage(chat)),
                 dict(type="message_stop")]

@@ -13,7 +13,7 @@ import pytest
 from chat_templates import TEMPLATES
 from jsonschema import validate
 from serving import CHATS
-from test_tools import FORMATS
+from test_tools import FORMATS, read
 
 from nanoserve import SamplingParams
 from nanoserve.frontend.outputs import CompletionOutput, RequestOutput
@@ -22,6 +22,7 @@ from nanoserve_extras.server.answers import ChatAnswer, one_text
 from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import MAX_SCHEMAS, MAX_TOOLS, ChatBody
 from nanoserve_extras.server.tool_grammar import ModelTurns
+from nanoserve_extras.server.tools import Piece
 from nanoserve_extras.structured import structured
 
 openai = pytest.importorskip("openai")
@@ -77,13 +78,39 @@ def test_a_choice_of_tools_is_read_in_every_form(choice, must, names):
 def test_a_call_that_is_asked_for_is_always_valid(client, choice):
     answer = client.create(model="tested", tool_choice=choice, n=3, **BODY)
     for one in answer.choices:
-        assert one.finish_reason == "tool_calls" and one.message.content is None
+        assert one.message.content is None
+        if choice == "required":
+            assert one.finish_reason == "tool_calls" and one.message.tool_calls
+        else:  # one call, and then the end
+            assert one.finish_reason == "stop"
+            [call] = one.message.tool_calls
+            assert call.function.name == choice["function"]["name"]
         for call in one.message.tool_calls:
-            assert isinstance(choice, str) or call.function.name == choice["function"]["name"]
             validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
     ids = [call.id for one in answer.choices for call in one.message.tool_calls]
     assert len(set(ids)) == len(ids)
     assert all(len(one) == 9 and one.isalnum() for one in ids)  # what Mistral's templates want
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_was_made_before_ends_a_turn_that_must_call(server, stream):
+    """A real model wrote one call five times, up to max_tokens: the grammar lets it."""
+    asked = BODY | dict(tool_choice="required", tools=TOOLS[1:], temperature=0.0)
+    told = server.events(CHATS, asked) if stream else [server.ask(CHATS, asked)[1]]
+    choices = [one["choices"][0] for one in told]
+    calls = [call["function"] for one in choices for call in (
+        one["delta" if stream else "message"].get("tool_calls", ()))]
+    assert calls == [dict(name="stop", arguments="{}")]
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("tool_calls", None)
+    reader = FORMATS["Qwen2.5"].reader(SCHEMAS, "", must=True)
+    texts = [f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>\n'
+             for name, given in (("stop", "{}"), ("weather", '{"city": "Rome", "days": 1}'),
+                                 ("weather", '{"city": "Rom", "days": 1}'), ("stop", "{}"))]
+    for i, text in enumerate(texts):
+        assert not reader.is_over
+        piece = read(reader, text, range(len(text)), None)
+        assert [call.name for call in piece.calls] == ["stop", "weather", "weather"][i:i + 1]
+    assert reader.span("more", False)[2] == len("more") and reader.feed("more") == Piece()
 
 
 def test_streamed_and_whole_are_the_same(client):
