@@ -34,10 +34,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, count, product
 
+from nanoserve.frontend.rules import words_of
+
+IMAGES = ("image", "image_url", "input_image", "image_pil")  # a part's types
 TEXT_OF = dict(text="text", input_text="text", output_text="text", summary_text="text",
                refusal="refusal", thinking="thinking")  # where a part of each kind has its text
 EMPTY = [{"type": "text", "text": ""}]
 FILLED = dict(description="", parameters=dict(type="object", properties={}))
+
+
+class MediaError(ValueError):
+    """An image or a sound that this model, as it was started, can't be shown."""
 
 
 class Taken(dict):
@@ -59,7 +66,7 @@ def render_messages(conversation: list[dict], render: Callable[..., str],
             try:
                 prompt = draw(chat)
             except Exception as error:  # a template is a program of its own
-                why = why or f"the chat template refuses this conversation: {error}"
+                why = why or f"the chat template refuses this conversation: {words_of(error)}"
                 continue
             lost, has_all_calls, is_python = _look(chat, prompt, draw)
             if dropped := next((one for one in lost if "tool_calls" not in one), None):
@@ -246,14 +253,18 @@ def _tidy_part(part: object, where: str) -> dict:
         parts = _tidy({"role": "user", "content": inner}, where)["content"]
         title = [part["title"]] if isinstance(part.get("title"), str) else []
         text = "\n".join(title + [one["text"] for one in parts])
+    if kind == "thinking" and isinstance(text, list):  # Mistral's: a list of texts
+        text = "".join(_tidy_part(one, where).get("text", "") for one in text)
     if not isinstance(text, str):
         raise _strange(where, part)
     return {"type": kind, kind: text} if kind == "thinking" else {"type": "text", "text": text}
 
 
 def _strange(where: str, content: object) -> ValueError:
-    return ValueError(f"{where}: a message's content must be text, or parts with text, and images "
-                      f"where the model was started for them (docs/vision.md), got {content!r:.80}")
+    is_image = isinstance(content, dict) and content.get("type") in IMAGES
+    return (MediaError if is_image else ValueError)(
+        f"{where}: a message's content must be text, or parts with text, and images where the "
+        f"model was started for them (docs/vision.md), got {content!r:.80}")
 
 
 def _tidy_call(call: object) -> dict:

@@ -42,11 +42,12 @@ from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.inputs import InputProcessor
+from nanoserve.frontend.messages import MediaError
 from nanoserve.frontend.metrics import Counter, Gauge, Metric
 from nanoserve.frontend.progress import say
 from nanoserve.frontend.prompts import Prompt, salt_of, template_of
 from nanoserve.frontend.request import Request
-from nanoserve.frontend.rules import in_words
+from nanoserve.frontend.rules import in_words, words_of
 from nanoserve.sampler import put
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.engine_args import MultimodalOptions
@@ -211,7 +212,7 @@ class EncoderCache:
                              for picture, begin in zip(one.pictures, one.firsts, strict=True)
                              if first < begin + picture.num_tokens and begin < last]
             except Exception as error:  # the request ends with this step, and no other
-                step.failed[seq] = str(error)
+                step.failed[seq] = words_of(error)
                 features.append(features[0].new_zeros(last - first, self.width))
             positions.append(one.positions_of(start, count))
             at += count
@@ -293,7 +294,10 @@ class MultimodalInputs(InputProcessor):
         if not isinstance(prompt, Mapping) or not prompt.get("multi_modal_data"):
             return *super().read_prompt(prompt), []
         rest = dict(prompt)
-        pictures = self.read_pictures(rest.pop("multi_modal_data"))
+        try:
+            pictures = self.read_pictures(rest.pop("multi_modal_data"))
+        except ValueError as error:
+            raise MediaError(str(error)) from error
         text, ids = super().read_prompt(rest)
         return text, self.expand(ids, pictures), pictures
 
@@ -391,7 +395,7 @@ class MultimodalInputs(InputProcessor):
         if not found:
             return prompt
         if (shown := prompt["prompt_token_ids"].count(self.place_id)) != len(found):
-            raise ValueError(
+            raise MediaError(
                 f"the messages have {len(found)} {kind}s, and the chat template writes {shown} "
                 f"placeholders: put {kind}s into the user's turns, and no placeholders into texts")
         return prompt | {"multi_modal_data": {kind: found}}

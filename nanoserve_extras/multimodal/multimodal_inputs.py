@@ -13,18 +13,20 @@ processor's to know, and no rule of ours for each family.
 import base64
 import hashlib
 import io
+import re
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from nanoserve.frontend.messages import Taken
+from nanoserve.frontend.messages import IMAGES, MediaError, Taken
 from nanoserve.frontend.rules import in_words
 
 MAX_BYTES, MAX_PIXELS = 20 * 2 ** 20, 50 * 10 ** 6  # the most for an image that is decoded here
@@ -34,8 +36,7 @@ HEAD = 44  # bytes of a WAV file's head, which some writers count in
 SAMPLES = {(1, 1): "u1", (1, 2): "<i2", (1, 3): "<i4", (1, 4): "<i4", (3, 4): "<f4", (3, 8): "<f8"}
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others have decoders that few people watch
 TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF's, to PIL's numbers of what undoes them
-PARTS = {"image": ("image_url", "image", "image_pil", "input_image"),  # a message's parts
-         "audio": ("audio_url", "audio", "input_audio")}
+PARTS = {"image": IMAGES, "audio": ("audio_url", "audio", "input_audio")}  # a message's parts
 
 
 @dataclass(eq=False)
@@ -176,17 +177,22 @@ def read_wav(file: Path | bytes) -> tuple[np.ndarray, int]:
 
 
 def from_url(url: str) -> bytes:
-    """The bytes of a data: URL."""
-    head, _, data = url.partition(",")
-    if not head.startswith("data:") or not head.endswith(";base64"):
+    """The bytes of a data: URL (RFC 2397), as browsers read one: schemes have no case, and base64
+    may be written in lines, with %2B, and without its padding. Also with - and _ (base64url)."""
+    head, comma, data = url.strip().partition(",")
+    if not comma or head[:5].lower() != "data:":
         raise ValueError(f"an image or a sound that is a str must be data:...;base64,..., got "
                          f"{url[:60]!r}: nothing is fetched and no file is opened for it, send the "
                          "image or the sound itself")
-    if len(data) > MAX_BYTES * 4 // 3:
-        raise ValueError(f"a data: URL of {len(data):,} characters is too large: at most "
-                         f"{MAX_BYTES * 4 // 3:,}, send a smaller one")
-    with in_words("a data: URL is no base64"):
-        return base64.b64decode(data, validate=True)
+    with in_words("an image or a sound in a data: URL is no base64"):
+        found = unquote_to_bytes(data.partition("#")[0])
+        if re.search(r"; *base64$", head, re.IGNORECASE):
+            found = found.translate(bytes.maketrans(b"-_", b"+/"), b" \t\n\f\r").rstrip(b"=")
+            found = base64.b64decode(found + b"=" * (-len(found) % 4), validate=True)
+    if len(found) > MAX_BYTES:
+        raise ValueError(f"an image or a sound of {len(found):,} bytes in a data: URL is too "
+                         f"large: at most {MAX_BYTES:,}, send a smaller one")
+    return found
 
 
 def take_out(message: object, kind: str, found: list[object]) -> object:
@@ -199,7 +205,7 @@ def take_out(message: object, kind: str, found: list[object]) -> object:
         if name in PARTS[kind]:
             one = part.get(f"{kind}_url", part.get(name, part.get("source")))  # Anthropic's
             if one is None or isinstance(one, Mapping) and not {"url", "data"} & one.keys():
-                raise ValueError(f"the message's {name} has no url and no data, and no files are "
+                raise MediaError(f"the message's {name} has no url and no data, and no files are "
                                  "kept here: send it itself, in base64 (what a processor made goes "
                                  f"to generate(), with its prompt_token_ids), got {part!r:.80}")
             if isinstance(one, Mapping):

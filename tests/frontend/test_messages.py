@@ -319,6 +319,14 @@ def test_texts_have_several_kinds_of_parts():
         dict(type="thinking", thinking="Hm.", signature="x"),
         dict(type="output_text", text="No:"), dict(type="refusal", refusal="I can't.")])]) == (
             "<Hm.>No:\nI can't.")
+    thought = [dict(type="text", text="H"), dict(type="text", text="m.")]  # Mistral's, as a list
+    assert rendered(THOUGHTS, [dict(role="assistant", content=[
+        dict(type="thinking", thinking=thought, closed=True), dict(type="text", text="No.")])]) == (
+            "<Hm.>No.")
+    for wrong in ([5], [dict(type="image")], 5, dict(text="Hm.")):
+        with pytest.raises(ValueError, match=r"messages.0.content.0: "):
+            rendered(THOUGHTS, [dict(role="assistant", content=[
+                dict(type="thinking", thinking=wrong)])])
 
 
 def test_what_looks_like_python_in_a_text_is_no_fault_of_the_template():

@@ -3,12 +3,19 @@ are written down here, and the rules of the formats: no reader but ours takes pa
 
 import base64
 import io
+import re
 import struct
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 
-from nanoserve_extras.multimodal.multimodal_inputs import read_image, read_sound
+from nanoserve_extras.multimodal.multimodal_inputs import (
+    FORMATS,
+    from_url,
+    read_image,
+    read_sound,
+)
 
 Image = pytest.importorskip("PIL.Image", reason="the extra 'vision' brings Pillow")
 WHITE, BLACK, RED, LIGHT = (255,) * 3, (0,) * 3, (200, 30, 30), (227, 142, 142)
@@ -53,6 +60,56 @@ def test_an_image_is_what_a_viewer_shows_through_all_doors(name, tmp_path):
         seen = read_image(door)
         assert seen.mode == "RGB"
         assert np.abs(np.asarray(seen)[0].astype(int) - shown).max() <= 1, str(door)[:40]
+
+
+PICTURE = io.BytesIO()
+Image.fromarray(RGBA).save(PICTURE, "PNG", compress_level=1)
+PICTURE = PICTURE.getvalue() + bytes((1 - len(PICTURE.getvalue())) % 3)  # so that it has padding
+PLAIN = base64.b64encode(PICTURE).decode()
+
+
+@pytest.mark.parametrize("url", [
+    f"DATA:IMAGE/PNG;BASE64,{PLAIN}", f"data:;base64,{PLAIN}", f"data:image/png; base64,{PLAIN}",
+    f"data:image/png;charset=utf-8;name=a.png;base64,{PLAIN}", f" data:image/png;base64,{PLAIN}\n",
+    "data:image/png;base64," + "\r\n".join(PLAIN[i:i + 76] for i in range(0, len(PLAIN), 76)),
+    f"data:image/png;base64, {PLAIN[:9]} \t{PLAIN[9:]}", f"data:image/png;base64,{PLAIN}#part",
+    f"data:image/png;base64,{PLAIN.rstrip('=')}",
+    f"data:image/png;base64,{base64.urlsafe_b64encode(PICTURE).decode()}",
+    f"data:image/png;base64,{quote(PLAIN, safe='')}", f"data:image/png,{quote(PICTURE)}",
+    f"data:,{quote(PICTURE, safe='')}"], ids=lambda one: one[:30])
+def test_a_data_url_is_read_as_rfc_2397_and_browsers_do(url):
+    assert "=" in PLAIN and {"+", "/"} & {*PLAIN} and from_url(url) == PICTURE
+
+
+@pytest.mark.parametrize(("url", "says"), [
+    ("data:image/png;base64,A", "no base64"), ("data:image/png;base64,AA!A", "no base64"),
+    ("data:image/png;base64,A=AA", "no base64"), ("data:image/png;base64,\ud800", "no base64"),
+    ("data:image/png;base64", "must be data:"), ("dat:image/png;base64,AAAA", "must be data:"),
+    ("data:image/png;base64," + "A" * 28 * 2 ** 20, "too large")], ids=lambda one: one[:30])
+def test_a_data_url_that_can_not_be_read_is_refused(url, says):
+    with pytest.raises(ValueError, match=f"^an image or a sound .*{says}"):
+        from_url(url)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_damaged_file_is_an_image_or_an_error_in_words(kind):
+    """Cut anywhere, and with wrong bytes anywhere. What a decoder says has no address in it."""
+    rng, file = np.random.default_rng(5), io.BytesIO()
+    Image.fromarray(rng.integers(0, 255, (9, 7, 3), dtype=np.uint8)).save(file, kind)
+    whole, refused = file.getvalue(), set()
+    damaged = [whole[:end] for end in range(0, len(whole), max(1, len(whole) // 40))]
+    for _ in range(80):
+        one = bytearray(whole)
+        for at in rng.integers(0, len(whole), 3):
+            one[at] = rng.integers(256)
+        damaged.append(bytes(one))
+    for one in damaged:
+        try:
+            assert read_image(one).mode == "RGB"
+        except ValueError as error:
+            refused.add(str(error))
+    assert refused and all("no image that can be read" in one for one in refused)
+    assert not [one for one in refused if re.search("0x[0-9a-f]{6}|object at|[.]py", one)]
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
