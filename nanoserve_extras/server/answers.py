@@ -151,13 +151,17 @@ class Answer:
             yield head | {"choices": [], "usage": self.usage()}
 
     async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
-        """Server-sent ones. Behind an error, which is the last piece then, there is no end."""
+        """Server-sent ones. Behind an error, which is the last piece then, there is no [DONE]."""
         piece: dict = {}
         async for piece in pieces:
             is_silence = "prompt_progress" in piece and not self.body.return_progress
             yield COMMENT if is_silence else event(piece)
         if "error" not in piece:
             yield b"data: [DONE]\n\n"
+
+    def failed(self, error: dict) -> bytes:
+        """The last event of a stream that can't go on."""
+        return event(error)
 
     def ready(self, request: Request, output: RequestOutput) -> list[CompletionOutput]:
         """What of a stream's new output can be shown now."""

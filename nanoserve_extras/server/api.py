@@ -2,6 +2,7 @@
 
     POST /v1/completions  /v1/chat/completions       a generator's, whole or as an event stream
     POST /v1/responses  /v1/messages                 a chat in other languages (translate.py)
+    POST /v1/responses/input_tokens  /v1/messages/count_tokens       how long its prompt would be
     POST /v1/embeddings  /classify  /pooling  /score  /rerank  ...   a pooling model's
     POST /tokenize  /detokenize                      GET /tokenizer_info
     GET  /v1/models  /health  /ping  /load  /version  /metrics  /trace
@@ -29,11 +30,13 @@ from uuid import uuid4
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 import nanoserve
 from nanoserve.config import SamplingParams
 from nanoserve.frontend.progress import say
+from nanoserve.frontend.rules import words_of
 from nanoserve_extras.server import pooling, prometheus
 from nanoserve_extras.server.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError
@@ -44,6 +47,7 @@ from nanoserve_extras.server.errors import (
     add_errors,
     bad_requests,
     error_body,
+    status_of,
 )
 from nanoserve_extras.server.guard import EventStream, Guard, unless_gone
 from nanoserve_extras.server.protocol import (
@@ -56,10 +60,11 @@ from nanoserve_extras.server.protocol import (
     TokenizeBody,
     TranscriptionBody,
     as_prompts,
+    read_json,
 )
 from nanoserve_extras.server.tool_grammar import ModelTurns
 from nanoserve_extras.server.tracer import Tracer
-from nanoserve_extras.server.translate import Language, ResponsesBody
+from nanoserve_extras.server.translate import EventWriter, Language, ResponsesBody
 from nanoserve_extras.server.translate_messages import CountBody, MessagesBody
 from nanoserve_extras.trace.recorder import page
 
@@ -110,13 +115,15 @@ class Server:
     async def generate(self, body: GenerationBody) -> Awaitable[dict] | Response:
         """A completion or a chat. Raises `ValueError` for all that can be wrong with it."""
         answer = await self._answer(body)
-        return self._stream(answer, answer.events) if body.stream else self._whole(answer, dict)
+        return self._stream(answer, answer) if body.stream else self._whole(answer, dict)
 
     async def translate(self, body: Language) -> Awaitable[dict] | Response:
         """A chat in another language."""
         answer = await self._answer(validated(ChatBody, body.chat()))
-        return self._stream(answer, body.events) if body.stream else self._whole(
-            answer, body.answer)
+        body.apply(answer.requests[0].params)
+        if body.stream:
+            return self._stream(answer, EventWriter(body, answer.head(answer.piece_name)))
+        return self._whole(answer, body.answer)
 
     async def transcribe(self, body: TranscriptionBody) -> Awaitable[dict | Response]:
         """What is said, by a model that hears."""
@@ -195,7 +202,8 @@ class Server:
         try:
             return self.llm.inputs.render_chat(body.messages, **options)
         except TypeError as error:  # a variable has the name of an argument
-            raise BadRequest(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+            raise BadRequest(f"chat_template_kwargs: {words_of(error)}",
+                             "chat_template_kwargs") from error
 
     def _defaults(self, body: GenerationBody):
         """The values of generation_config.json, with its limit of tokens if it has one."""
@@ -210,9 +218,9 @@ class Server:
         async with aclosing(self.engine.outputs(answer.requests)) as outputs:
             return show(await answer.whole(outputs))
 
-    def _stream(self, answer: Answer, events: Callable[[AsyncIterator[dict]], Any]) -> Response:
-        """events: makes server-sent ones of the answer's pieces."""
-        return EventStream(events(self._pieces(answer)), headers={"Cache-Control": "no-cache"})
+    def _stream(self, answer: Answer, teller: Answer | EventWriter) -> Response:
+        """teller: makes server-sent events of the answer's pieces."""
+        return EventStream(teller.events(self._pieces(answer)), teller.failed)
 
     async def _pieces(self, answer: Answer) -> AsyncIterator[dict]:
         """Cancelled when the client goes away, which closes the outputs and aborts. An error that
@@ -222,7 +230,7 @@ class Server:
                 async for piece in answer.pieces(outputs):
                     yield piece
         except EngineGenerateError as error:
-            yield error_body(str(error), 500)
+            yield error_body(str(error), status_of(error))
 
     async def pool(self, body: pooling.PoolingBody) -> Awaitable[dict]:
         """What a pooling model makes of it. Raises `ValueError`."""
@@ -235,11 +243,11 @@ class Server:
 
     # --------------------------------------------------------------- tokens
 
-    async def count_tokens(self, body: CountBody) -> Response:
+    async def count_tokens(self, body: Language) -> Response:
         """Raises `ValueError`."""
         chat = validated(ChatBody, body.chat())
         _, ids = await self.engine.tokenize(lambda: self._read(self._render(chat), chat))
-        return AsciiResponse(dict(input_tokens=len(ids)))
+        return AsciiResponse(body.counted(len(ids)))
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         return AsciiResponse(await self.engine.tokenize(self._tokens, body))
@@ -315,6 +323,7 @@ class Server:
 POSTS = {"/v1/completions": (CompletionBody, Server.generate),
          "/v1/chat/completions": (ChatBody, Server.generate),
          "/v1/responses": (ResponsesBody, Server.translate),
+         "/v1/responses/input_tokens": (ResponsesBody, Server.count_tokens),
          "/v1/messages": (MessagesBody, Server.translate),
          "/v1/messages/count_tokens": (CountBody, Server.count_tokens),
          "/tokenize": (TokenizeBody, Server.tokenize),
@@ -324,6 +333,23 @@ GETS = {"/tokenizer_info": Server.tokenizer_info, "/v1/models": Server.models,
         "/v1/models/{name:path}": Server.model, "/load": Server.load, "/health": Server.health,
         "/ping": Server.health, "/version": Server.version, "/metrics": Server.metrics,
         "/trace": Server.trace}
+
+
+class JsonRoute(APIRoute):
+    """Reads a body's JSON by `read_json`."""
+
+    def get_route_handler(self) -> Callable:
+        handle = super().get_route_handler()
+
+        async def read(http: Request) -> Response:
+            return await handle(JsonRequest(http.scope, http.receive))
+
+        return read
+
+
+class JsonRequest(Request):
+    async def json(self) -> Any:
+        return read_json(await self.body())
 
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
@@ -339,6 +365,7 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
 
     app = FastAPI(title="nanoserve", version=nanoserve.__version__, lifespan=lifespan,
                   redoc_url=None, default_response_class=AsciiResponse)
+    app.router.route_class = JsonRoute
     for path, (kind, endpoint) in POSTS.items():
         _add_post(app, server, path, kind, endpoint)
     for path, endpoint in GETS.items():

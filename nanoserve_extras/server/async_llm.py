@@ -42,6 +42,7 @@ from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Request
+from nanoserve.frontend.rules import words_of
 from nanoserve.llm import LLM
 from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 
@@ -165,10 +166,10 @@ class AsyncLLM:
         try:
             self.llm.check_open()
         except RuntimeError as error:
-            raise EngineDeadError(f"the engine is dead: {error}") from error
+            raise EngineDeadError(f"the engine is dead: {words_of(error)}") from error
 
     def _death(self) -> EngineDeadError:
-        error = EngineDeadError(f"the engine is dead: {self.dead}")
+        error = EngineDeadError(f"the engine is dead: {words_of(self.dead)}")
         error.__cause__ = self.dead
         return error
 
@@ -231,7 +232,8 @@ class AsyncLLM:
             if self.num_failures == MAX_FAILURES:
                 raise
             self.llm.check_open()
-            failed = EngineGenerateError(f"a step of the engine failed: {error!r}")
+            failed = EngineGenerateError(f"a step of the engine failed: {type(error).__name__}: "
+                                         f"{words_of(error)}")
             failed.__cause__ = error
             self._fail_all(failed)
 

@@ -7,9 +7,9 @@
     `BadRequest`           this server's own              the status and the field that it names
     `EngineGenerateError`  a failed step                  500; 503 where the engine is dead
 
-Invariant: a client is told the field that it can change, by its own name for it: `max_tokens` and
+Invariants: a client is told the field that it can change, by its own name for it: `max_tokens` and
 not the engine's `max_model_len`, `tools` and not the grammar that was made of them. Bad input is
-never a 500.
+never a 500. Whatever a library says passes `words_of`, which leaves no address of an object.
 
 pydantic lists all errors: for a field that may be one of three types there are three.
 """
@@ -24,7 +24,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.routing import Match
 
+from nanoserve.frontend.messages import MediaError
+from nanoserve.frontend.rules import words_of
 from nanoserve_extras.server.async_llm import EngineDeadError, EngineGenerateError
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history
@@ -33,6 +36,7 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
          503: "overloaded_error"}  # by status
 HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"},
            413: {"connection": "close"}, 429: {"retry-after": "1"}}
+OURS = "an error of this server: its log says more"
 FORMS = "response_format", "text", "output_config", "output_format"  # in three languages
 
 
@@ -58,8 +62,12 @@ class AsciiResponse(JSONResponse):
 
 def error_body(message: str, status: int = 400, param: str | None = None,
                code: str | None = None) -> dict:
-    return {"type": "error", "error": {"message": message, "type": KINDS.get(
+    return {"type": "error", "error": {"message": words_of(message), "type": KINDS.get(
         status, "invalid_request_error"), "param": param, "code": code}}
+
+
+def status_of(error: EngineGenerateError) -> int:
+    return 503 if isinstance(error, EngineDeadError) else 500
 
 
 def error_response(message: str, status: int = 400, param: str | None = None,
@@ -92,20 +100,27 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def no_such_thing(http: Request, error: HTTPException):
-        if cause := error.__cause__:  # no UTF-8, too deep, a number of thousands of digits
+        if isinstance(cause := error.__cause__, BadRequest):
+            return await bad_request(http, cause)
+        if cause:  # no UTF-8, too deep, a number of thousands of digits
             if coding := http.headers.get("content-encoding"):
                 return error_response(f"the body is in {coding:.80} (Content-Encoding), which is "
                                       "not read here: send it as it is", 415)
-            return error_response(f"the body can't be read as JSON: {cause!s:.200}")
-        return error_response(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
+            return error_response(f"the body can't be read as JSON: {words_of(cause):.200}")
+        answer = error_response(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
+        if error.status_code == 405:
+            found = [route.methods for route in app.routes if route.matches(http.scope)[0]
+                     is Match.PARTIAL]
+            answer.headers["Allow"] = ", ".join(sorted(set().union(*found)))
+        return answer
 
     @app.exception_handler(EngineGenerateError)
     async def failed(http: Request, error: EngineGenerateError):
-        return error_response(str(error), 503 if isinstance(error, EngineDeadError) else 500)
+        return error_response(str(error), status_of(error))
 
     @app.exception_handler(Exception)
     async def surprise(http: Request, error: Exception):
-        return error_response("an error of this server: its log says more", 500)
+        return error_response(OURS, 500)
 
 
 def wrong_shape(errors: list[dict], body: Any) -> tuple[str, list[str]]:
@@ -150,6 +165,8 @@ def bad_requests(body: BaseModel):
         elif said.startswith("structured_outputs: ") and field not in (None, "structured_outputs"):
             # It was made here of that field, and so were the lines of the grammar.
             said = f"{field}: " + said.partition(": ")[2].splitlines()[0]
+        elif isinstance(error, MediaError):
+            said = body.not_shown(said)
         raise BadRequest(said, field, code=code) from error
 
 

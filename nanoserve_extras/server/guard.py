@@ -28,7 +28,7 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from hashlib import sha256
 from ipaddress import ip_address
@@ -37,9 +37,14 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from nanoserve_extras.server.answers import event
 from nanoserve_extras.server.async_llm import EngineDeadError
-from nanoserve_extras.server.errors import AsciiResponse, BadRequest, error_body, error_response
+from nanoserve_extras.server.errors import (
+    OURS,
+    AsciiResponse,
+    BadRequest,
+    error_body,
+    error_response,
+)
 
 GONE = 499  # nginx's status for a client that has closed the connection
 ENDING = ("the server is told to end, and this request took longer than --drain-seconds: send it "
@@ -199,17 +204,27 @@ def replay(body: bytes, receive):
 
 
 class EventStream(StreamingResponse):
-    """Ends with an error where the server is ending. (A client that goes away cancels parts of it
-    only.)"""
+    """Ends with an error where the server is ending, or fails. (A client that goes away cancels
+    parts of it only.) failed: writes an error as the last event of the stream's language."""
 
     media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], failed: Callable[[dict], bytes]):
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self.failed = failed
 
     async def __call__(self, scope, receive, send) -> None:
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            last = event(error_body(ENDING, 503))
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            await self._end(send, ENDING, 503)
+        except Exception:  # which the web server writes into its log
+            await self._end(send, OURS, 500)
+            raise
+
+    async def _end(self, send, why: str, status: int) -> None:
+        last = self.failed(error_body(why, status))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:

@@ -22,8 +22,9 @@ The `openai` package's own types describe what OpenAI serves, and not what this 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
@@ -59,12 +60,21 @@ Effort = Annotated[  # "auto" and "default" are the template's own, as none at a
 SWITCH = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 
+def whole(value: Any, depth: int = 2) -> Any:
+    """5.0 as 5, also in lists, as deep as prompts of token ids are."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if depth and isinstance(value, list) and any(isinstance(one, (float, list)) for one in value):
+        return [whole(one, depth - 1) for one in value]
+    return value
+
+
 class Thinking(BaseModel):
     """Anthropic's and DeepSeek's `thinking`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["enabled", "disabled", "adaptive", "auto"]
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    budget_tokens: Annotated[int | None, BeforeValidator(whole), Field(ge=0)] = None
 
 
 Switch = Annotated[Thinking | None, BeforeValidator(
@@ -80,6 +90,36 @@ def fail_fast(schema: Any) -> Any:
     if isinstance(schema, dict) and schema.get("type") == "list":
         schema["fail_fast"] = True
     return schema
+
+
+def read_json(body: bytes) -> Any:
+    """A body. Python reads, and writes, numbers that JSON has no word for: NaN, and Infinity, which
+    1e400 is to it. Raises `BadRequest`, naming the field."""
+    strange: list[str] = []
+
+    def number(text: str) -> float:
+        if not isfinite(value := float(text)):
+            strange.append(text)
+        return value
+
+    found = json.loads(body, parse_float=number, parse_constant=number)
+    if strange:
+        path = next(path for path, value in _values(found)
+                    if isinstance(value, float) and not isfinite(value))
+        raise BadRequest(f"{'.'.join(path) or 'the body'}: a number must be finite, got "
+                         f"{strange[0]:.80}", path[0] if path else None)
+    return found
+
+
+def _values(found: Any) -> Iterator[tuple[list[str], Any]]:
+    """Each value of a body, and where it stands: ["messages", "0", "content"]."""
+    ahead: list[tuple[list[str], Any]] = [([], found)]
+    while ahead:
+        path, value = ahead.pop()
+        yield path, value
+        inner = value.items() if isinstance(value, dict) else enumerate(
+            value if isinstance(value, list) else ())
+        ahead += reversed([([*path, str(key)], one) for key, one in inner])
 
 
 def as_prompts(prompts: Any) -> list:
@@ -103,8 +143,8 @@ class Fields(BaseModel):
     @classmethod
     def read_whole_numbers(cls, given: Any) -> Any:
         """JSON has one kind of number, and some clients write 100 as 100.0."""
-        return {name: int(value) if isinstance(value, float) and value.is_integer() else value
-                for name, value in given.items()} if isinstance(given, dict) else given
+        return {name: whole(value) for name, value in given.items()} if isinstance(
+            given, dict) else given
 
     @model_validator(mode="after")
     def pass_over_or_refuse(self) -> "Fields":
@@ -134,6 +174,10 @@ class Body(Fields):
         """The most that the body can make: the places that it takes (guard.py)."""
         count = sum(len(as_prompts(getattr(self, name))) for name in self.prompts_in)
         return max(1, count) * max(1, getattr(self, "n", None) or 1)
+
+    def not_shown(self, said: str) -> str:
+        """What this language's clients are told of an image that the model can't be shown."""
+        return said
 
     def too_much(self, count: int, limit: int, room: int) -> BadRequest:
         """count: the prompt's tokens. The larger of the two is to blame: by the code `TOO_LONG`,

@@ -25,9 +25,10 @@ from uuid import uuid4
 
 from pydantic import Field, model_validator
 
+from nanoserve.config import SamplingParams
 from nanoserve_extras.server.answers import SILENCE
 from nanoserve_extras.server.errors import BadRequest
-from nanoserve_extras.server.protocol import SWITCH, Controls, Switch
+from nanoserve_extras.server.protocol import SWITCH, Controls, Switch, whole
 
 FUNCTIONS = None, "function", "custom", "namespace"  # other types of tools a provider hosts
 ADDED = "additional_tools"  # Codex's item
@@ -95,61 +96,93 @@ class Language(Controls):
         try:
             own = {name: value for name, value in self.as_chat().items() if value is not None}
         except (AttributeError, KeyError, TypeError) as error:
-            raise BadRequest("a part of the body has another shape than it must have: "
-                             f"{error!s:.200}") from error
+            raise BadRequest("a part of the body has another shape than it must have: look at the "
+                             "tools, and at what messages hold") from error
         is_on = self.thinking and SWITCH[self.thinking.type]
         switch = {} if is_on is None else dict(enable_thinking=is_on)
         given["thinking"] = self.thinking
         variables = (self.chat_template_kwargs or {}) | switch
         return given | own | dict(stream_options=options, chat_template_kwargs=variables)
 
+    def apply(self, params: SamplingParams) -> None:
+        """Fill in the values that are used where the client named none."""
+        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+            setattr(self, name, getattr(params, name))
+
+    def counted(self, num_tokens: int) -> dict:
+        """How many tokens a prompt has, as an answer."""
+        return dict(input_tokens=num_tokens)
+
     def answer(self, chat: dict) -> dict:
         """A whole one."""
         [choice] = chat["choices"]
         return self.whole(uuid4().hex, chat, parts_of(choice["message"]), choice)
 
-    async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
-        """The events of a chat's pieces."""
-        number = 0
-        async for several in self._told(pieces):
-            for told in several:
-                if told["type"].startswith("response."):
-                    told["sequence_number"] = number
-                number += 1
-                yield f"event: {told['type']}\ndata: {json.dumps(told)}\n\n".encode()
+    def failed(self, name: str, chat: dict, parts: list[AnswerPart], error: dict) -> list[dict]:
+        """How a stream ends that can't go on. error: what a whole answer would be."""
+        return [error]
 
-    async def _told(self, pieces: AsyncIterator[dict]) -> AsyncIterator[list[dict]]:
-        """The events of each piece: a text goes on, or another part begins. Where there was none
-        for some seconds, one of the language says that the server is at work: a client may count
-        events, and not see a comment."""
-        name, parts, chat, last = uuid4().hex, [], {}, {}
-        has_begun, spoken = False, time.monotonic()
-        async for chat in pieces:
-            if "error" in chat:
-                yield [chat | dict(message=chat["error"]["message"])]
+
+class EventWriter:
+    """A stream's events in a language: what was told, and how it goes on. head: what each of the
+    chat's pieces has."""
+
+    def __init__(self, language: Language, head: dict):
+        self.language, self.chat, self.name = language, head, uuid4().hex
+        self.parts: list[AnswerPart] = []
+        self.has_begun, self.spoken, self.number = False, time.monotonic(), 0
+
+    async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
+        """pieces: a chat's. An error is the last one."""
+        last: dict = {}
+        async for piece in pieces:
+            if "error" in piece:
+                yield self.failed(piece)
                 return
-            told, waits = [], "prompt_progress" in chat
-            if not has_begun and not (waits and self.begins_with_text):
-                has_begun, told = True, self.begun(name, chat)
-            for choice in chat["choices"]:
-                last = choice if choice["finish_reason"] else last
-                for part in parts_of(choice["delta"]):
-                    # A call's further arguments have no name.
-                    if not parts or parts[-1].kind != part.kind or part.name:
-                        if parts:
-                            told += self.ended(parts[-1])
-                        parts.append(replace(part, text="", index=len(parts)))
-                        told += self.opened(parts[-1])
-                    parts[-1].text += part.text
-                    told += self.grown(parts[-1], part.text)
-            if not told and (waits or time.monotonic() - spoken > SILENCE):
-                told = self.waiting(name, chat)
-            if told:
-                spoken = time.monotonic()
-                yield told
-        if parts:
-            yield self.ended(parts[-1])
-        yield self.over(name, chat, parts, last)
+            last = next((one for one in piece["choices"] if one["finish_reason"]), last)
+            if told := self._news(piece):
+                self.spoken = time.monotonic()
+                yield self._written(told)
+        ends = self.language.ended(self.parts[-1]) if self.parts else []
+        yield self._written(ends + self.language.over(self.name, self.chat, self.parts, last))
+
+    def failed(self, error: dict) -> bytes:
+        """The last event of a stream that can't go on."""
+        begin = [] if self.has_begun or self.language.begins_with_text else self.language.begun(
+            self.name, self.chat)
+        return self._written(begin + self.language.failed(
+            self.name, self.chat, self.parts, error))
+
+    def _news(self, piece: dict) -> list[dict]:
+        """The events of a piece: a text goes on, or another part begins. Where there was none for
+        some seconds, one of the language says that the server is at work: a client may count
+        events, and not see a comment."""
+        language, told, waits = self.language, [], "prompt_progress" in piece
+        self.chat = piece
+        if not self.has_begun and not (waits and language.begins_with_text):
+            self.has_begun, told = True, language.begun(self.name, piece)
+        for part in chain(*(parts_of(choice["delta"]) for choice in piece["choices"])):
+            # A call's further arguments have no name.
+            if not self.parts or self.parts[-1].kind != part.kind or part.name:
+                if self.parts:
+                    told += language.ended(self.parts[-1])
+                self.parts.append(replace(part, text="", index=len(self.parts)))
+                told += language.opened(self.parts[-1])
+            self.parts[-1].text += part.text
+            told += language.grown(self.parts[-1], part.text)
+        if not told and (waits or time.monotonic() - self.spoken > SILENCE):
+            told = language.waiting(self.name, piece)
+        return told
+
+    def _written(self, told: list[dict]) -> bytes:
+        """Server-sent events. Those of Responses are counted."""
+        found = b""
+        for one in told:
+            if one["type"].startswith("response."):
+                one["sequence_number"] = self.number
+            self.number += 1
+            found += f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode()
+        return found
 
 
 def joined(turns: Iterable[dict]) -> list[dict]:
@@ -199,6 +232,17 @@ def tool(one: dict, parameters: Any) -> dict:
 SHARES = dict(minimal=0.1, low=0.2, medium=0.5, high=0.8, xhigh=0.95, max=0.95)
 
 
+# By the ids that OpenAI gives: thoughts, and with them what a provider's own tools have done.
+THOUGHTS, REFERENCE = "rs_", "item_reference"
+UNREAD = THOUGHTS, "ws_", "fs_", "ci_", "ig_", "cu_", "mcp_", "mcpl_", "mcpr_", "lsh_"
+
+
+def kind_of(item: dict) -> str:
+    """An item's type, which may be left out: a message has a role, and a reference an id alone."""
+    is_id = item.keys() <= {"type", "id"} and "id" in item
+    return str(item.get("type") or (REFERENCE if is_id else "message"))
+
+
 class ResponsesBody(Language):
     """`POST /v1/responses`."""
 
@@ -210,7 +254,20 @@ class ResponsesBody(Language):
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     include: list[str] | None = None
+    # These are only repeated in the answer.
     metadata: dict[str, Any] | None = None
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    service_tier: Any = None
+
+    @model_validator(mode="after")
+    def pass_over_thoughts(self) -> "ResponsesBody":
+        """A thought that is only named goes to the fields that nobody knows, as hosted tools do."""
+        for item in self._items():
+            if kind_of(item) == REFERENCE and str(item.get("id")).startswith(THOUGHTS):
+                self.model_extra[f"input: {REFERENCE} of a thought"] = item
+        return self
 
     def as_chat(self) -> dict:
         reasoning = self.reasoning or {}
@@ -220,7 +277,7 @@ class ResponsesBody(Language):
         if foreign := {"enabled", "exclude"} & reasoning.keys():
             raise BadRequest(f"reasoning: {min(foreign)} is not supported: say how much with effort"
                              " (none to max) or max_tokens", "reasoning")
-        share, budget = SHARES.get(str(reasoning.get("effort"))), reasoning.get("max_tokens")
+        share, budget = SHARES.get(str(reasoning.get("effort"))), whole(reasoning.get("max_tokens"))
         if budget is None and share and self.max_output_tokens:
             budget = int(share * self.max_output_tokens)
         if budget is not None and (type(budget) is not int or budget < 0):
@@ -251,7 +308,7 @@ class ResponsesBody(Language):
         if self.instructions:
             yield dict(role="system", content=self.instructions)
         for item in self._items():
-            kind = str(item.get("type", "message"))
+            kind = kind_of(item)
             if (field := NEEDED.get(kind)) and item.get(field) is None and (
                     field != "output" or field not in item):  # a result may be null
                 raise BadRequest(f"input: an item of type {kind!r} needs {field}, got {item!r:.80}",
@@ -274,17 +331,27 @@ class ResponsesBody(Language):
                                      f"got {thought!r:.80}", "input")
                 yield dict(role="assistant", content=[], reasoning_content="".join(
                     one.get("text", "") for one in thought))
+            elif kind == REFERENCE:
+                if not str(item.get("id")).startswith(UNREAD):
+                    raise BadRequest(
+                        f"input: an {REFERENCE} ({item.get('id')!r:.80}) names what was said "
+                        "before, and nothing is kept here: send the item itself. With store: false "
+                        "clients do so", "input")
             elif not kind.endswith("_call") and kind != ADDED:  # a provider's call is in its words
                 raise BadRequest(f"input: an item of type {kind!r:.80} is not supported, because "
                                  "nothing is kept or hosted here: send its text", "input")
 
     # ------------------------------------------------------------ its answer
 
+    def counted(self, num_tokens: int) -> dict:
+        return dict(object="response.input_tokens", input_tokens=num_tokens)
+
     def whole(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict | None) -> dict:
         """choice: the end of a chat's; None: it goes on."""
         cut = choice is not None and choice["finish_reason"] == "length"
         status = "in_progress" if choice is None else "incomplete" if cut else "completed"
         usage = chat.get("usage") if choice is not None else None
+        format_ = dict(format=dict(type="text"))
         return dict(
             id=f"resp_{name}", object="response", created_at=chat["created"], status=status,
             error=None, model=chat["model"], output=[self._item(part, status) for part in parts],
@@ -293,11 +360,18 @@ class ResponsesBody(Language):
             metadata=self.metadata or {}, tool_choice=self.tool_choice or "auto",
             temperature=self.temperature, top_p=self.top_p,
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            text=self.text or dict(format=dict(type="text")), reasoning=self.reasoning,
+            text=format_ | (self.text or {}), reasoning=self.reasoning, truncation="disabled",
+            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
+            max_output_tokens=self.max_output_tokens, max_tool_calls=None, top_logprobs=0,
+            background=False, previous_response_id=None, user=self.user,
+            safety_identifier=self.safety_identifier, prompt_cache_key=self.prompt_cache_key,
+            service_tier=self.service_tier or "default",
+            completed_at=int(time.time()) if status == "completed" else None,
             usage=usage and dict(
                 input_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"],
                 total_tokens=usage["total_tokens"],
-                input_tokens_details=usage["prompt_tokens_details"],
+                # 0, as in Messages: nobody pays for what goes into the prefix cache.
+                input_tokens_details=usage["prompt_tokens_details"] | dict(cache_write_tokens=0),
                 output_tokens_details=usage["completion_tokens_details"]))
 
     def _item(self, part: AnswerPart, status: str = "completed") -> dict:
@@ -369,6 +443,13 @@ class ResponsesBody(Language):
     def over(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict) -> list[dict]:
         response = self.whole(name, chat, parts, choice)
         return [dict(type=f"response.{response['status']}", response=response)]
+
+    def failed(self, name: str, chat: dict, parts: list[AnswerPart], error: dict) -> list[dict]:
+        """Codex and OpenAI's client wait for this event, and pass over others."""
+        response = self.whole(name, chat, parts, None) | dict(
+            status="failed", output=[self._item(part, "incomplete") for part in parts],
+            error=dict(code="server_error", message=error["error"]["message"]))
+        return [dict(type="response.failed", response=response)]
 
 
 WRITTEN = dict(thought="reasoning_text", said="output_text", call="function_call_arguments")

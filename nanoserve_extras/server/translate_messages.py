@@ -14,6 +14,7 @@ from the other ones of the prompt.
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -40,6 +41,21 @@ DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"
               call=("input_json_delta", "partial_json"))
 
 
+def arguments_of(text: str) -> dict:
+    """What a model gives a call; nothing where max_tokens has cut it. JSON has no word for NaN and
+    Infinity, and Python would write 1e400 so: it becomes the largest number there is."""
+    most = sys.float_info.max
+
+    def refuse(name: str):
+        raise ValueError(name)
+
+    try:
+        return json.loads(text, parse_float=lambda one: max(-most, min(float(one), most)),
+                          parse_constant=refuse)
+    except ValueError:
+        return {}
+
+
 class Turn(TypedDict):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -53,6 +69,10 @@ class CountBody(Language):
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # older clients say it here
+
+    def not_shown(self, said: str) -> str:
+        """In Anthropic's words: Claude Code takes the image out of its history, and goes on."""
+        return f"Could not process image: {said}"
 
     def as_chat(self) -> dict:
         choice, messages = self.tool_choice or {}, joined(self.turns())
@@ -128,10 +148,7 @@ class MessagesBody(CountBody):
 
     def _block(self, part: AnswerPart, is_empty: bool = False) -> dict:
         if part.kind == "call":
-            try:
-                given = {} if is_empty else json.loads(part.text)
-            except ValueError:  # cut by max_tokens
-                given = {}
+            given = {} if is_empty else arguments_of(part.text)
             return dict(type="tool_use", id=part.id, name=part.name, input=given)
         if part.kind == "thought":
             return dict(type="thinking", thinking="" if is_empty else part.text, signature="")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from nanoserve_extras.server import translate
 from nanoserve_extras.server.answers import COMMENT, ChatAnswer, CompletionAnswer
 from nanoserve_extras.server.protocol import ChatBody, CompletionBody
 from nanoserve_extras.server.tools import Call, Piece
-from nanoserve_extras.server.translate import ResponsesBody
+from nanoserve_extras.server.translate import EventWriter, ResponsesBody
 from nanoserve_extras.server.translate_messages import MessagesBody
 
 
@@ -57,8 +58,9 @@ def streamed(language, outputs: list, reader=None) -> list[bytes]:
                 num_cached_tokens=1)
 
     async def read():
-        events = getattr(language, "events", answer.events)
-        return [one async for one in events(answer.pieces(come()))]
+        is_chat = isinstance(language, ChatBody)
+        teller = answer if is_chat else EventWriter(language, answer.head("chat"))
+        return [one async for one in teller.events(answer.pieces(come()))]
     return asyncio.run(read())
 
 
@@ -80,7 +82,7 @@ def test_a_chat_says_that_it_is_at_work_by_a_comment_or_by_progress():
 def test_other_languages_say_so_by_an_event_that_their_clients_count(body, before, later,
                                                                      monkeypatch):
     def kinds(told):
-        return [json.loads(one.split(b"data: ")[1])["type"] for one in told]
+        return [json.loads(one)["type"] for one in re.findall(b"(?m)^data: (.+)$", b"".join(told))]
     plain = kinds(streamed(body, ["a", "b"]))
     told = kinds(streamed(body, [None, "a", None, "b"]))
     assert told[:len(before)] == before

@@ -184,6 +184,17 @@ def test_a_whole_number_may_be_written_with_a_point(server):
         assert answer["usage"]["completion_tokens"] == 3
     for wrong in (2.5, float("inf"), 1e300):
         assert server.refusal(CHATS, asked(CHATS, max_tokens=wrong))["param"] == "max_tokens"
+    ids = dict(prompt=[5, 9, 31], allowed_token_ids=[5, 7], stop_token_ids=[7])
+    for floats in (dict(prompt=[5.0, 9, 31.0], allowed_token_ids=[5.0, 7.0], stop_token_ids=[7.0]),
+                   ids | dict(prompt=[[5.0, 9.0, 31.0]])):
+        answers = [server.ask(COMPLETIONS, asked(COMPLETIONS, **one, seed=3, max_tokens=4))[1]
+                   for one in (floats, ids)]
+        assert answers[0]["choices"] == answers[1]["choices"]
+    for wrong in ([5.5], [[5.0], [5.5]], [1e300], [[[5.0]]]):
+        assert server.refusal(COMPLETIONS, asked(COMPLETIONS, prompt=wrong))["param"] == "prompt"
+    assert server.ask("/detokenize", dict(tokens=[5.0]))[0] == 200
+    thinks = dict(thinking=dict(type="enabled", budget_tokens=5.0))
+    assert ChatBody(messages=CHAT, **thinks).thinking.budget_tokens == 5
 
 
 # ------------------------------------------------------------------ a stream

@@ -4,6 +4,7 @@ Oracle: the same conversation sent to `/v1/chat/completions`.
 """
 
 import json
+import sys
 
 import pytest
 from serving import CHATS, MESSAGES, RESPONSES, send
@@ -59,6 +60,10 @@ def test_a_conversation_is_the_same_prompt_in_each_language(server):
     _, answer = server.ask(RESPONSES, dict(input=ITEMS, tools=FUNCTIONS, instructions="Be kind.",
                                            max_output_tokens=1))
     assert answer["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert answer["usage"]["input_tokens_details"]["cache_write_tokens"] == 0
+    _, counted = server.ask(RESPONSES + "/input_tokens", dict(
+        input=ITEMS, tools=FUNCTIONS, instructions="Be kind."))
+    assert counted == dict(object="response.input_tokens", input_tokens=usage["prompt_tokens"])
     body = dict(messages=TURNS, tools=BLOCKS, system=[dict(type="text", text="Be kind.")])
     _, counted = server.ask(MESSAGES + "/count_tokens", body)
     assert counted == dict(input_tokens=usage["prompt_tokens"])
@@ -240,7 +245,10 @@ def test_what_a_provider_hosts_is_passed_over_and_said_once(server, capsys):
     plain = dict(input=ITEMS, tools=FUNCTIONS, max_output_tokens=1)
     searched = dict(type="web_search_call", id="w", status="completed", action=dict(query="q"))
     count = server.ask(RESPONSES, plain)[1]["usage"]["input_tokens"]
+    thought = dict(type="item_reference", id="rs_5")  # Vercel's, where nobody says store: false
     for more in (dict(tools=FUNCTIONS + hosted), dict(input=[searched, *ITEMS]), dict(
+            input=[thought, *ITEMS]), dict(input=[*ITEMS[:3], dict(id="rs_5"), *ITEMS[3:]]), dict(
+            input=[dict(type=None, id="ws_5"), *ITEMS]), dict(
             tools=FUNCTIONS[1:] + hosted, input=[*ITEMS, dict(
                 type="additional_tools", role="developer", tools=[*FUNCTIONS[:1], *hosted])]), dict(
             tools=[dict(type="namespace", name="all", tools=FUNCTIONS + within)])):
@@ -262,6 +270,36 @@ def test_what_a_provider_hosts_is_passed_over_and_said_once(server, capsys):
     said = capsys.readouterr().err
     for one in (*hosted, *within, dict(type="bash_20250124")):
         assert said.count(f"tools: {one['type']}'") == 1
+    assert said.count("item_reference of a thought") == 1
+
+
+def test_a_response_repeats_what_was_asked(server):
+    told = dict(metadata=dict(run="1"), user="me", safety_identifier="s", prompt_cache_key="k",
+                service_tier="flex", max_output_tokens=2, temperature=0.5, top_p=0.75,
+                presence_penalty=0.5, frequency_penalty=0.25, instructions="Be kind.",
+                tools=FUNCTIONS, tool_choice="auto", parallel_tool_calls=False,
+                reasoning=dict(effort="low"), text=dict(verbosity="medium"), truncation="disabled")
+    _, answer = server.ask(RESPONSES, dict(input=ASKED) | told)
+    want = told | dict(text=dict(verbosity="medium", format=dict(type="text")))
+    assert {name: answer[name] for name in told} == want
+    [*_, last] = events(server, RESPONSES, dict(input=ASKED) | told)
+    assert {name: last["response"][name] for name in told} == want
+    _, plain = server.ask(RESPONSES, dict(input=ASKED, max_output_tokens=1))
+    assert (plain["temperature"], plain["top_p"]) == (0.8, 0.95)  # the bundled model's own
+
+
+@pytest.mark.parametrize(("written", "given"), [
+    ('{"a": 1.5}', {"a": 1.5}), ('{"a": -1e400, "b": 2}', {"a": -sys.float_info.max, "b": 2}),
+    ('{"a": NaN}', {}), ('{"a": 1', {})])
+def test_a_calls_numbers_are_some_that_json_has(written, given):
+    """Python writes 1e400 as Infinity, which no client can read."""
+    usage = dict(prompt_tokens=1, completion_tokens=1, prompt_tokens_details=dict(cached_tokens=0))
+    call = dict(id="c", function=dict(name="f", arguments=written))
+    answer = MessagesBody(messages=TURNS, max_tokens=9).answer(dict(
+        model="m", usage=usage, choices=[dict(message=dict(tool_calls=[call]), stop_reason=None,
+                                              finish_reason="tool_calls")]))
+    assert answer["content"][0]["input"] == given
+    json.dumps(answer, allow_nan=False)
 
 
 def test_a_result_that_is_an_error_says_so_to_the_model():
@@ -342,7 +380,8 @@ WRONG = {
         (items(dict(type="function_call_output", call_id="x")), "needs output"),
         (items(dict(type="function_call", call_id="x")), "needs name"),
         (items(dict(type="function_call", name=5)), "must name"),
-        (items(dict(type="item_reference", id="x")), "item_reference"),
+        (items(dict(type="item_reference", id="msg_1")), "item_reference ('msg_1')"),
+        (items(dict(id="fc_1")), "store: false"), (items(dict(type=None, id="x")), "store: false"),
         (items(message("user", dict(type="input_image"))), "input_image"),
         (items(dict(role="user")), "'message' needs content"),
         (items(dict(role="user", content=5)), "content"), (items(5), "input.0: "),
@@ -359,7 +398,10 @@ WRONG = {
         (dict(messages=[{}]), "messages.0.role"),
         (dict(messages=[dict(role="x", content="hi")]), "messages.0.role"),
         (dict(messages=[message("user", 5)]), "content"),
-        (dict(messages=[message("user", dict(type="image"))], system="Hi"), "image"),
+        (dict(messages=[message("user", dict(type="image"))], system="Hi"),
+         "Could not process image: "), (dict(messages=[message("user", dict(
+             type="tool_result", tool_use_id="x", content=[dict(type="image")]))]),
+         "Could not process image: "),
         (dict(messages=[message("assistant", dict(type="tool_use"))]), "name"),
         (dict(tools=[dict(name="a b", input_schema={})]), "name"),
         (dict(tool_choice=dict(type="perhaps")), "tool_choice"),
