@@ -4,12 +4,13 @@
     python -m nanoserve verify Qwen/Qwen3-0.6B --prompts prompts.txt
     python -m nanoserve verify folder --tensor-parallel-size 2
     python -m nanoserve verify folder --model-impl transformers
+    python -m nanoserve verify model.gguf --text book.txt        its perplexity, as it is served
 
 The scheduler may change *when* a token is computed, never *which* token comes out. So transformers
 writes greedily, one prompt at a time, once; then the engine has to write the same in each mode, a
 row of the table: alone and batched, in chunks, from the prefix cache, preempted and so on. Both
 compute in float32: in bfloat16 so many choices are as close as rounding that only coarse faults
-would show.
+would show. What bfloat16 and fewer bits change is a second table (verify_served.py).
 
 A token that differs is a bug or a near-tie. The same numbers added in another order round
 differently, which decides where two logits are almost equal. The `gap` tells them apart: how far
@@ -49,6 +50,14 @@ from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Step
 from nanoserve_extras.block_store.block_store import BlockStore
 from nanoserve_extras.engine_args import EngineArgs
+from nanoserve_extras.tools.verify_served import (
+    WINDOW,
+    Served,
+    compare_kinds,
+    read_text,
+    read_windows,
+    reference_answers,
+)
 
 NEAR_TIE = 2e-5  # the default
 CONDITIONAL = "ForConditionalGeneration"  # how the names of wrappings end
@@ -163,11 +172,7 @@ class Outcome:
 def read_prompts(path: Path, tokenizer, count: int, longest: int) -> list[list[int]]:
     """Token ids of up to `count` prompts, one a line; the bytes of the line where there is no
     tokenizer. Raises `ValueError` for none, or one that is too long."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text: {error}") from None
-    lines = [line for line in text.splitlines() if line.strip()][:count]
+    lines = [line for line in read_text(path).splitlines() if line.strip()][:count]
     prompts = [tokenizer.encode(line) if tokenizer else list(line.encode()) for line in lines]
     if path == PROMPTS:
         return [prompt[:min(length, longest)]
@@ -283,13 +288,14 @@ def run_texts(llm: LLM, row: Outcome, texts: list[Text], params: SamplingParams)
                 (row.near_ties if near_tie else row.differ).append(f"prompt {i}, {difference}")
 
 
-def verify(args: argparse.Namespace) -> Iterator[Outcome]:
-    """Yields each row when its mode has run. Raises `ValueError` for what can't be run."""
+def verify(args: argparse.Namespace) -> Iterator[Outcome | Served]:
+    """Yields each row when its engine has run, those of modes first. Raises `ValueError` for what
+    can't be run."""
     ranks, max_tokens = args.tensor_parallel_size, args.max_tokens
-    engine = EngineArgs(model=args.model, kernels=args.kernels, tensor_parallel_size=ranks,
-                          model_impl=args.model_impl)
+    options = dict(kernels=args.kernels, model_impl=args.model_impl)
     folder = find_folder(args.model)
-    _, config, _ = read_model(engine, folder)
+    _, config, _ = read_model(EngineArgs(model=args.model, tensor_parallel_size=ranks, **options),
+                              folder)
     check_shares(ranks, config.num_attention_heads, config.num_key_value_heads)
     tokenizer = load_tokenizer(folder, optional=True)
     longest = config.max_position_embeddings - max_tokens
@@ -298,20 +304,24 @@ def verify(args: argparse.Namespace) -> Iterator[Outcome]:
                          f"the model's maximum of {config.max_position_embeddings}")
     if not 0 <= args.near_tie < 1:
         raise ValueError(f"--near-tie must be in [0, 1), got {args.near_tie}")
-    prompts = read_prompts(args.prompts, tokenizer, args.num_prompts, longest)
+    prompts = [] if args.text else read_prompts(args.prompts, tokenizer, args.num_prompts, longest)
+    windows = read_windows(args.text or args.prompts, tokenizer, args.num_prompts,
+                           min(WINDOW, config.max_position_embeddings - 1))
     model = load_reference(folder)
     texts = [write_reference(model, prompt, config.eos_token_ids, max_tokens, args.near_tie,
                              args.dense)
              for prompt in tqdm(prompts, "transformers", disable=None, leave=False)]
+    theirs = reference_answers(model, windows)
     del model  # the engines may need its memory
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     modes = modes_for(config) + (GPU_MODES if pick_device("auto") == "cuda" else [])
     todo = [(mode, 1) for mode in modes] + [(mode, ranks) for mode in PARALLEL_MODES if ranks > 1]
+    todo = todo if texts else []
     for mode, size in (bar := tqdm(todo, unit="mode", disable=None, leave=False)):
         bar.set_description(mode.name)
-        yield run_mode(folder, mode, texts, max_tokens, kernels=args.kernels,
-                       tensor_parallel_size=size, model_impl=args.model_impl)
+        yield run_mode(folder, mode, texts, max_tokens, tensor_parallel_size=size, **options)
+    yield from compare_kinds(args.model, windows, theirs, tensor_parallel_size=ranks, **options)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -322,7 +332,10 @@ def main(argv: list[str] | None = None) -> int:
                         help="a folder, a hub id or a GGUF file; default: the bundled model")
     parser.add_argument("--prompts", type=Path, metavar="FILE", default=PROMPTS,
                         help="one prompt a line; default: a dozen in several languages")
-    parser.add_argument("--num-prompts", type=int, default=12, help="at most; default: 12")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="only compare the kinds of "
+                        "weights, on this text; default: the prompts, behind the table of modes")
+    parser.add_argument("--num-prompts", type=int, default=12, help=(
+        f"at most, and windows of {WINDOW} tokens of the text; default: 12"))
     parser.add_argument("--max-tokens", type=int, default=24, help="of each text; default: 24")
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="default: auto")
     parser.add_argument("--model-impl", choices=("auto", "nanoserve", "transformers"),
@@ -333,10 +346,10 @@ def main(argv: list[str] | None = None) -> int:
         f"the largest gap of a near-tie, as a share of the largest |logit|; default: {NEAR_TIE:g}"))
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N",
                         help="adds rows that run over N ranks")
-    args, rows, code = parser.parse_args(argv), [], 0
+    args, rows, served, code = parser.parse_args(argv), [], [], 0
     try:
         for row in verify(args):
-            rows.append(row)
+            (served if isinstance(row, Served) else rows).append(row)
     except KeyboardInterrupt:
         print("interrupted: these modes were compared", file=sys.stderr)
         code = 130
@@ -347,8 +360,13 @@ def main(argv: list[str] | None = None) -> int:
     if rows:
         print(Outcome.HEADER, *rows, "", sep="\n")
         print(f"{args.model}: {wrong or 'none'} of {len(rows)} modes differ from transformers; "
-              f"near-ties: {near}")
+              f"near-ties: {near}", end="\n\n" if served else "\n")
         if any(row.name.endswith(NEVER) for row in rows):
             print(f"{NEVER.strip()}: no text was preempted there, or no block loaded, so the row "
                   "shows nothing. Take more or longer prompts, or more tokens.")
-    return 1 if wrong else code
+    moved = sum(row.is_wrong for row in served)
+    if served:
+        print(Served.HEADER, *served, "", sep="\n")
+        print(f"{args.model}: {moved or 'none'} of {len(served) - 1} kinds of weights move more "
+              "than is normal")
+    return 1 if wrong or moved else code

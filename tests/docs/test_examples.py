@@ -55,10 +55,16 @@ def assert_engines_apart_write_what_one_writes(shown: str) -> None:
 
 @pytest.mark.full
 def test_verify_prints_what_is_shown():
+    """But for the figures of few bits: they depend on how the machine's CPU rounds."""
     page = read("docs/models.md")
     command = re.search(r"`python (-m nanoserve verify nanoserve/.*?)`", page)[1]
-    assert run(*command.split()) == block_after(
-        page, "<!-- printed by: python -m nanoserve verify -->")
+    shown = block_after(page, "<!-- printed by: python -m nanoserve verify -->")
+    printed = run(*command.split())
+    for rounded in ("auto", "int8", "int4", "KV int8"):
+        line = re.compile(rf"^{rounded}  +911  .*(up to [\d.]+%)$", re.M)
+        assert line.search(printed)[1] == line.search(shown)[1]
+        printed, shown = line.sub("", printed), line.sub("", shown)
+    assert printed == shown
 
 
 def test_openais_client_and_the_agent_print_what_is_shown():

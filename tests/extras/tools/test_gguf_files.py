@@ -8,7 +8,7 @@ from checkpoints import byte_tokenizer
 from test_convert import made  # noqa: F401
 
 from nanoserve import LLM, SamplingParams
-from nanoserve_extras.tools import as_vllm, convert, doctor, verify
+from nanoserve_extras.tools import as_vllm, convert, doctor, verify, verify_served
 from nanoserve_extras.tools.gguf_files import find_file, pick
 
 FILES = ["README.md", "model-Q4_K_M.gguf", "model-Q4_K_S.gguf", "model-UD-Q4_K_XL.gguf",
@@ -121,6 +121,7 @@ def test_every_option_that_takes_a_model_takes_a_file(file):
 def test_every_command_that_takes_a_model_takes_a_file(file, tmp_path, capsys, monkeypatch):
     path, _, on_hub = file
     monkeypatch.setattr(verify, "MODES", [verify.BATCHED])
+    monkeypatch.setattr(verify_served, "KINDS", verify_served.KINDS[:1])
     monkeypatch.setattr(doctor, "MB", 2 ** 8)
     assert convert.main([on_hub, str(tmp_path / "folder")]) == 0
     assert " MB in tiny-Q8_0.gguf" in capsys.readouterr().out
