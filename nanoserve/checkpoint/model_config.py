@@ -67,6 +67,8 @@ MEANT_NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapp
                "num_key_value_heads")
 # How a file says that its weights are quantised; the second name is MLX's.
 QUANTIZED = ("quantization_config", "quantization")
+# Their numbers are no sizes of networks: GPTQ's `group_size` is -1 where all of a row is one group.
+NO_NETWORKS = (*QUANTIZED, "compression_config", "attn_config", "rope_scaling", "rope_parameters")
 # Older names, and two that networks look for in every file: classes take them undeclared.
 UNDECLARED = ("head_dim", "tie_word_embeddings", "sliding_window_pattern", "rope_theta",
               "rope_scaling", "rope_local_base_freq", "partial_rotary_factor",
@@ -250,7 +252,8 @@ def read_config(folder: Path) -> dict:
         config["quantization_config"] = stored | dict(quant_method="modelopt")
     num_bytes = sum(file.stat().st_size for place in ("*", "*/*") for file in folder.glob(place)
                     if file.suffix in (".safetensors", ".bin") and file.is_file())
-    for part in filter(lambda part: isinstance(part, dict), (config, *config.values())):
+    parts = [part for name, part in config.items() if name not in NO_NETWORKS]
+    for part in filter(lambda part: isinstance(part, dict), (config, *parts)):
         width = part.get("hidden_size", part.get("n_embd"))
         for name, size in part.items():
             if type(size) is int and (found := SIZE.search(name)):

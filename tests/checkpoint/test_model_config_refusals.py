@@ -58,8 +58,21 @@ def test_a_size_that_the_files_can_not_hold_is_named_before_anything_is_built(
     (94, 4096, 151936, 64)])
 def test_published_sizes_are_not_too_large(tmp_path, layers, width, vocab, heads):
     entries = dict(num_hidden_layers=layers, hidden_size=width, vocab_size=vocab, num_experts=384,
-                   num_attention_heads=heads, intermediate_size=53248, sliding_window=2 ** 31)
+                   num_attention_heads=heads, intermediate_size=53248, sliding_window=2 ** 31,
+                   q_lora_dim=None, num_shared_heads=0, image_size=[448, 448], vision_layer=-2,
+                   attn_config=dict(sliding_window_size=-1), vision_config=dict(image_size=-0))
     (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert read_config(tmp_path) == entries
+
+
+@pytest.mark.parametrize("entry", [
+    dict(quant_method="gptq", bits=4, group_size=-1, damp_percent=0.01, desc_act=True),
+    dict(quant_method="awq", bits=4, group_size=0, q_group_size=-1, zero_point=True),
+    dict(quant_method="compressed-tensors", group_size=None, block_size=[128, 128])], ids=str)
+@pytest.mark.parametrize("name", ["quantization_config", "quantization", "compression_config"])
+def test_numbers_of_a_quantisation_are_no_sizes_of_a_network(tmp_path, entry, name):
+    """GPTQ's -1, one group a column, was refused as a size below 0."""
+    (tmp_path / "config.json").write_text(json.dumps(entries := QWEN3 | {name: entry}))
     assert read_config(tmp_path) == entries
 
 
