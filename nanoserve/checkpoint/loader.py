@@ -47,6 +47,9 @@ JOINED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 FORMATS = {"safetensors": [("model.safetensors", "*.safetensors")],
            "pt": [("pytorch_model.bin", "pytorch_model*.bin")]}
 FORMATS["auto"] = FORMATS["safetensors"] + FORMATS["pt"]
+# Buffers that older files carry, see `follows`.
+ROPE_TABLES = re.compile(r"rot\w*_emb\.(\w*inv_freq|freqs|(cos|sin)\w*)$|rope\.freqs$|freqs_cis$")
+MASKS = re.compile(r"(attn|attention)\.(bias|mask|causal_mask)$")
 DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with its file and name
 
@@ -87,8 +90,8 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
             tied_head = (file, tensor) if known == "lm_head.weight" else tied_head
             continue
         fill = missing.pop(known, None)
-        if fill is None and config.quantization and known not in expected and (
-                adds_nothing(name, tensor)):
+        if fill is None and known not in expected and (
+                follows(name, tensor) or config.quantization and adds_nothing(name, tensor)):
             continue
         if fill is None:
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
@@ -169,6 +172,19 @@ def translated(name: str) -> str:
     return name
 
 
+def follows(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor that no layer takes follows from config.json: a table of RoPE, a causal mask
+    or positions, which older code kept as buffers. Known by its name and its shape: a weight of
+    the same name (`attn.bias`) has another."""
+    if ROPE_TABLES.search(name):
+        return sum(size > 1 for size in tensor.shape) <= 2
+    if name.endswith("position_ids"):
+        return not tensor.is_floating_point()
+    if name.endswith(".masked_bias"):
+        return tensor.shape[:2] in ((), (1,), (1, 1))
+    return bool(MASKS.search(name)) and tensor.dim() == 4 and tensor.shape[:2] == (1, 1)
+
+
 def adds_nothing(name: str, tensor: torch.Tensor) -> bool:
     """AutoGPTQ wrote a bias of zeros beside each matrix, also where the model has none."""
     return name.endswith(".bias") and tensor.is_floating_point() and not tensor.float().any()
@@ -212,10 +228,8 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors some checkpoints carry although they follow from others: the angles of RoPE (Llama 2
-    in its first conversion), and the LM head where it is the embedding. And MiMo's layers for
-    drafts, which no token needs."""
-    return name.endswith("rotary_emb.inv_freq") or name.startswith("mtp_layers.") or (
+    """An LM head that is the embedding, and MiMo's layers for drafts, which no token needs."""
+    return name.startswith("mtp_layers.") or (
         config.tie_word_embeddings and name == "lm_head.weight")
 
 

@@ -44,6 +44,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nanoserve.checkpoint.loader import (
     Tensors,
     adds_nothing,
+    follows,
     stored_tensors,
     text_alone,
     translated,
@@ -90,9 +91,12 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
                                       left_out is not None, done)
     found["mismatched_keys"] = [f"{name} {[*has]}, not {[*wanted]}"
                                 for name, has, wanted in found["mismatched_keys"]]
+    found["unexpected_keys"] = [
+        name for name in found["unexpected_keys"]
+        if not (name in stored and (follows(name, stored[name]) or
+                                    assemble and adds_nothing(name, stored[name])))]
     for what, names in found.items():
-        if names := [name for name in map(str, names) if not re.search(passed_over, name)
-                     and not (assemble and name in stored and adds_nothing(name, stored[name]))]:
+        if names := [name for name in map(str, names) if not re.search(passed_over, name)]:
             words = what.replace("_keys", " tensors").replace("_", " ")
             raise ValueError(f"{folder}: {words} for {model_class.__name__}: "
                              f"{', '.join(sorted(names)[:5])}")

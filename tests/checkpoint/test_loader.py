@@ -5,6 +5,7 @@ by hand. Every way in which a folder can be wrong must end in a `ValueError` tha
 the tensor, never in text from random weights.
 """
 
+import re
 import shutil
 import weakref
 from contextlib import contextmanager
@@ -122,20 +123,35 @@ def test_weights_are_converted_to_the_engines_dtype(checkpoints):
 # ------------------------------------------------------------- tied and untied
 
 
-@pytest.mark.parametrize("extra", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq",
-                                   "model.rotary_emb.inv_freq"])
-def test_tensors_that_follow_from_others_are_left_aside(copy_of, references, extra):
-    """Tied checkpoints that store the head again, and old ones with RoPE's frequencies as a buffer.
+ROTARY = "model.layers.0.self_attn.rotary_emb."
+BUFFERS = {ROTARY + "inv_freq": (8,), "model.rotary_emb.original_inv_freq": (8,),
+           ROTARY + "cos_cached": (1, 1, 64, 16), ROTARY + "sin_cached": (64, 16),
+           "rope.freqs": (8,), "model.layers.1.self_attn.bias": (1, 1, 64, 64),
+           "model.layers.1.self_attn.masked_bias": ()}
 
-    The frequencies stored there are wrong on purpose; the head is a copy of the embedding.
-    """
-    def change(tensors):
-        head = tensors["model.embed_tokens.weight"].clone()
-        return tensors | {extra: head if extra == "lm_head.weight" else torch.full((8,), 9.0)}
 
-    folder = copy_of("qwen3-tied", change)
-    llm = LLM(folder, num_gpu_blocks_override=16)
-    assert greedy(llm) == references("qwen3-tied", list(range(20)), 8)[0]
+def test_tensors_that_follow_from_others_are_left_aside(copy_of, references):
+    """Tied checkpoints that store the head again, and old ones with RoPE's tables and masks as
+    buffers. What is stored there is wrong on purpose; the head is a copy of the embedding."""
+    folder = copy_of("qwen3-tied", lambda tensors: tensors | {
+        name: torch.full(shape, 9.0) for name, shape in BUFFERS.items()} | {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.embed_tokens.position_ids": torch.arange(64)[None]})
+    for impl in ("nanoserve", "transformers"):
+        llm = LLM(folder, num_gpu_blocks_override=16, model_impl=impl, dtype="float32")
+        assert greedy(llm) == references("qwen3-tied", list(range(20)), 8)[0]
+
+
+@pytest.mark.parametrize("name, shape", [
+    ("model.layers.1.self_attn.bias", (64,)), ("model.layers.1.self_attn.masked_bias", (64,)),
+    (ROTARY + "inv_freq", (4, 8, 8)), (ROTARY + "weight", (8,)),
+    ("model.embed_tokens.position_ids", (64, 64))])
+def test_a_weight_named_like_a_buffer_is_no_buffer(copy_of, name, shape):
+    """Known by its shape, or by being floats. (transformers itself passes over any inv_freq.)"""
+    folder = copy_of("qwen3-tied", lambda tensors: tensors | {name: torch.ones(shape)})
+    for impl in ("nanoserve", *["transformers"] * ("inv_freq" not in name)):
+        with pytest.raises(ValueError, match=re.escape(name)):
+            LLM(folder, num_gpu_blocks_override=16, model_impl=impl)
 
 
 def test_a_tied_model_with_a_head_of_its_own_is_refused(copy_of):
