@@ -48,7 +48,7 @@ STORED = (E4M3, torch.int8, torch.uint8)  # a `weight` of another dtype is plain
 BY_MODULE = ("bits", "group_size", "sym")  # some formats let these differ by matrix
 # Scales of activations, passed over where they are those of floats (`Format.passed_over`).
 ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "input_global_scale")
-CACHED = ("k_scale", "v_scale")
+CACHED = ("k_scale", "v_scale", "k_zero_point", "v_zero_point")
 OTHER_SCALES = (*ACTIVATIONS, *CACHED, "output_scale")
 # Of a matrix' shape, the rows and columns that share a scale; Model Optimizer's names for them.
 WHOLE, BY_ROW = lambda *shape: shape, lambda rows, columns: (1, columns)
@@ -181,6 +181,8 @@ def read_format(entry: dict) -> Format:
             "auto_round:auto_gptq", "auto_round:auto_awq")).rpartition("_")[2]
     if not isinstance(method, str) or method not in readers:
         refuse("quant_method", method, f"choose one of {', '.join(readers)}, auto-round")
+    if rounds_cache_alone(entry):
+        return Format((), checked, passed_over=OTHER_SCALES)
     form = readers[method](entry)
     if others := [([target], readers[method](entry | settings))
                   for target, settings in settings_of_some(entry)]:
@@ -188,6 +190,17 @@ def read_format(entry: dict) -> Format:
     if entry.get("kv_cache_scheme") is None:
         return form
     return form._replace(passed_over=(*form.passed_over, *CACHED))
+
+
+def rounds_cache_alone(entry: dict) -> bool:
+    """Whether keys and values are all that is rounded: every weight is plain."""
+    if entry.get("quant_method") == "modelopt":
+        return entry.get("quant_algo") is None and bool(
+            entry.get("kv_cache_scheme") or entry.get("kv_cache_quant_algo"))
+    named = section(entry, "config_groups")
+    return (entry.get("quant_method") == "compressed-tensors"
+            and bool(entry.get("kv_cache_scheme"))
+            and not any(section(named, name).get("weights") for name in named))
 
 
 def settings_of_some(entry: dict) -> Iterator[tuple[str, dict]]:

@@ -61,7 +61,7 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
         if form.passed_over:
             say(f"{config.model}: fixed scales of activations are passed over, as are those of "
                 "keys and values and rounding by token: all are as accurate as dtype says")
-        kind = kind or "dequantize"
+        kind = kind or ("dequantize" if form.parts else None)
     elif kind == "dequantize" and plan.draft_folder is None:
         raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
                          "it out, or use 'int8', which rounds any checkpoint")

@@ -5,10 +5,12 @@ symmetric weights, parts that are left out or stored for nothing, other names, s
 from matrix to matrix. The oracle is packing.py's formula for the numbers that were drawn.
 """
 
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from helpers import write_json
 from loading import stored_tensors
 from packing import (
     FORMATS,
@@ -287,6 +289,29 @@ def test_fixed_scales_of_activations_and_of_a_cache_are_passed_over(one, scales)
     settings = dict(kv_cache_scheme=dict(num_bits=8)) if "k_scale" in scales else {}
     assert torch.equal(read(one, **settings), one.dense)
     assert read_format(one.entry | settings).passed_over
+
+
+CACHE_ALONE = [
+    dict(quant_method="compressed-tensors", format="dense", config_groups={},
+         kv_cache_scheme=dict(num_bits=8, type="float")),
+    compressed("naive-quantized") | dict(
+        kv_cache_scheme=dict(num_bits=8), config_groups=dict(group_0=dict(
+            targets=["re:.*k_proj"], weights=None, output_activations=dict(num_bits=8)))),
+    dict(quant_method="modelopt", quant_algo=None, kv_cache_quant_algo="FP8")]
+
+
+@pytest.mark.parametrize("entry", CACHE_ALONE, ids=lambda entry: entry["quant_method"])
+@pytest.mark.parametrize("options", [{}, dict(model_impl="transformers"),
+                                     dict(quantization="int8")], ids=str)
+def test_where_the_cache_alone_is_rounded_weights_are_plain(checkpoints, tmp_path, entry, options):
+    """Such a file was refused: its format packs no weight in a way that is known."""
+    folder = tmp_path / "cache"
+    shutil.copytree(checkpoints["qwen3"], folder)
+    scales = {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in (
+        "k_scale", "v_scale", "k_proj.k_scale", "v_proj.output_scale", "k_zero_point")}
+    save_file(stored_tensors(folder) | scales, folder / "model.safetensors", {"format": "pt"})
+    write_json(folder / "config.json", quantization_config=entry)
+    assert text_of(folder, **options) == text_of(checkpoints["qwen3"], **options)
 
 
 def test_that_scales_are_passed_over_is_said_once(checkpoints, tmp_path, capsys):
