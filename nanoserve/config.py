@@ -76,6 +76,8 @@ class EngineConfig(Options):
     scheduling_policy: str = option("fcfs", choice(*POLICIES))  # who is first: Scheduler.order
     enforce_eager: bool = option(False, rules.FLAG)  # no CUDA graphs
     hf_overrides: dict | None = option(None, rules.OVERRIDES)  # entries laid over config.json
+    # "vllm": a request without parameters has the defaults of `SamplingParams`, not the file's.
+    generation_config: str = option("auto", choice("auto", "vllm"))
     trust_remote_code: bool = option(False, rules.FLAG)  # the tokenizer's, and no model's
     device: str = option("auto", rules.DEVICE)
     kernels: str = option("auto", choice(*KERNELS))  # the operators: see device/choice.py

@@ -281,6 +281,11 @@ class LLM(LLMEngine):
 
     # -------------------------------------------------------------- the rest
 
+    # The engine's own, which refuse vLLM's keywords in words.
+    add_request = takes_vllms_words("add_request()", "call")(LLMEngine.add_request)
+    reset_prefix_cache = takes_vllms_words("reset_prefix_cache()", "call")(
+        LLMEngine.reset_prefix_cache)
+
     def get_tokenizer(self) -> Tokenizer | None:
         """The Hugging Face tokenizer, None with `skip_tokenizer_init`."""
         return self.tokenizer

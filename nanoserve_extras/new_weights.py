@@ -40,6 +40,7 @@ from nanoserve.checkpoint.loader import Tensors, load_weights, stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
+from nanoserve.frontend.vllm import takes_vllms_words
 from nanoserve.layers import Placement
 from nanoserve.llm import find_folder
 from nanoserve.model import Decoder
@@ -97,6 +98,7 @@ class NewWeights(Extra):
             self.folder, self.are_lost = folder, False
             self.gone.discard("weights")
 
+    @takes_vllms_words("sleep()", "call")
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`: the KV cache, which is forgotten, and the weights.
         level 1: they wait in host memory (on a CPU where they are), and `wake_up` brings them back.

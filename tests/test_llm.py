@@ -26,6 +26,7 @@ def test_default_params_come_from_generation_config(qwen3, tmp_path):
     assert len(run(llm, "Hello", llm.get_default_sampling_params())[0].outputs[0].token_ids) <= 5
     assert len(run(llm, "Hello")[0].outputs[0].token_ids) <= 5  # no params: the same defaults
     assert len(run(llm, "Hello", greedy(7, ignore_eos=True))[0].outputs[0].token_ids) == 7
+    assert make(folder, generation_config="vllm").get_default_sampling_params() == SamplingParams()
     write_json(folder / "generation_config.json", temperature=None, top_k=None, top_p=None,
                max_new_tokens=None, repetition_penalty=None)
     assert make(folder).get_default_sampling_params() == SamplingParams()

@@ -117,12 +117,17 @@ def test_chat_takes_use_tqdm_by_position(llm, capsys):
     ("generate", dict(mm_processor_kwargs={"x": 1})),
     ("stream", dict(truncate_prompt_tokens=3)),
     ("chat", dict(chat_template_content_format="openai")),
+    ("generate", dict(tokenization_kwargs={"truncation": True})),
+    ("add_request", dict(arrival_time=5.0)), ("sleep", dict(mode="keep")),
+    ("reset_prefix_cache", dict(reset_running_requests=True)),
+    ("reset_prefix_cache", dict(reset_connector=True)), ("sleep", dict(offload_tags=["weights"])),
 ], ids=str)
 def test_keywords_that_are_missing_here(llm, call, given):
     [word] = given
-    what = MESSAGES if call == "chat" else "Hello"
+    what = dict(chat=[MESSAGES, greedy(2)], sleep=[], reset_prefix_cache=[]).get(
+        call, ["Hello", greedy(2)])
     with pytest.raises(ValueError, match=rf"{call}\(\): {word}=.*: \w+"):
-        getattr(llm, call)(what, greedy(2), **given)
+        getattr(llm, call)(*what, **given)
 
 
 def test_keywords_that_ask_for_nothing(llm):
@@ -131,6 +136,11 @@ def test_keywords_that_ask_for_nothing(llm):
     [chat] = llm.chat(MESSAGES, greedy(2), use_tqdm=False, tools=None, lora_request=None,
                       chat_template_content_format="auto", mm_processor_kwargs=None)
     assert out.finished and chat.finished
+    llm.add_request("mine", "Hello", params=greedy(1), tokenization_kwargs=None, trace_headers=None)
+    while llm.has_unfinished_requests():
+        outputs = llm.step()
+    assert [one.request_id for one in outputs] == ["mine"]
+    assert llm.reset_prefix_cache(reset_running_requests=False, reset_connector=False)
 
 
 def test_tools_go_the_way_that_the_refusal_names(llm):
@@ -143,7 +153,8 @@ def test_tools_go_the_way_that_the_refusal_names(llm):
 
 @pytest.mark.parametrize("name", [
     "beam_search", "collective_rpc", "apply_model", "start_profile",
-    "stop_profile", "reward", "set_tokenizer"])
+    "stop_profile", "reward", "set_tokenizer", "pause_generation", "resume_generation", "renderer",
+    "init_weight_transfer_engine", "get_world_size", "reset_mm_cache", "engine_core", "enqueue"])
 def test_methods_that_are_missing_here(llm, name):
     with pytest.raises(AttributeError, match=rf"LLM\.{name} .*: \w+"):
         getattr(llm, name)("x")

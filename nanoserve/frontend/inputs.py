@@ -143,11 +143,16 @@ class InputProcessor:
                 found.append(spaced)
         return found
 
+    def recommended(self) -> dict:
+        """Fields of `SamplingParams` for which generation_config.json has a value."""
+        defaults = self.model_config.generation_defaults
+        is_asked = self.config.generation_config == "auto"
+        return {ours: defaults[theirs] for theirs, ours in RECOMMENDED.items()
+                if is_asked and defaults.get(theirs) is not None}
+
     def default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
-        defaults = self.model_config.generation_defaults
-        found = {ours: defaults[theirs] for theirs, ours in RECOMMENDED.items()
-                 if defaults.get(theirs) is not None}
+        found = self.recommended()
         try:
             params = SamplingParams(**{"max_tokens": None} | found)
         except ValueError as error:

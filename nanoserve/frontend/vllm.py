@@ -33,8 +33,8 @@ class Row(NamedTuple):
     """Names of one kind. With neither a remedy nor a name of ours they are harmless.
 
     takers: "LLM" (its arguments; the command line, too), "SamplingParams", "call" (keywords of
-    generate(), embed() and their kin), "prompt" (a dict's keys), "pooling" (`PoolerConfig` and
-    `PoolingParams`), "method" (of `LLM`).
+    methods: generate(), embed() and others), "prompt" (a dict's keys), "pooling" (`PoolerConfig`
+    and `PoolingParams`), "method" (of `LLM` and `AsyncLLM`), "AsyncLLM" (what makes one).
     """
 
     takers: str
@@ -54,6 +54,8 @@ class Row(NamedTuple):
 
 
 BEST = "ask for n samples with logprobs=0, and keep those with the largest cumulative_logprob"
+UPDATE = ("LLM.update_weights takes a folder, a dict or an iterable of tensors, see "
+          "docs/training.md")
 THOUGHTS = ("thinking_token_budget bounds a thought, and a chat says in "
             "chat_template_kwargs={'enable_thinking': False} that there is none")
 
@@ -69,8 +71,10 @@ TABLE = (
     Row("LLM", "download_dir hf_token", "set the environment variables HF_HOME and HF_TOKEN"),
     Row("LLM", "rope_scaling rope_theta", "use hf_overrides={'rope_scaling': {...}, "
         "'rope_theta': ...}"),
-    Row("LLM", "generation_config override_generation_config", "pass SamplingParams to generate(): "
-        "it takes nothing from generation_config.json", ("auto", {})),
+    Row("LLM", "override_generation_config", "pass SamplingParams to generate(): it takes nothing "
+        "from generation_config.json"),
+    Row("LLM", "allowed_local_media_path allowed_media_domains", "nothing is fetched, and a str "
+        "names no file: hand over the image or the sound itself"),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
     Row("call prompt", "mm_processor_kwargs", "say it when the engine is made, to LLM() or the"
@@ -79,6 +83,7 @@ TABLE = (
         "limit_mm_per_prompt={'image': 1}, see docs/vision.md"),
     # How it runs.
     Row("LLM", "enable_expert_parallel", ours="expert_parallel"),
+    Row("call", "params", ours="sampling_params"),  # of vLLM's add_request
     # Three names of ours, for which vLLM writes None where we have another default.
     Row("LLM", "seed enable_prefix_caching enable_chunked_prefill", nothing=(None,)),
     # They change no text: a preempted request is computed again, whatever room there is for it.
@@ -136,6 +141,11 @@ TABLE = (
         (True, {"effort": None}, {}, "", "auto", "default")),
     Row("SamplingParams", "logprob_token_ids flat_logprobs", "ask for the logprobs of the likeliest"
         " tokens with logprobs, of all with -1"),
+    Row("LLM SamplingParams", "enable_return_routed_experts enable_return_last_hidden_states "
+        "return_last_hidden_states", "put a hook of torch's on a layer of LLM.runner.model, with "
+        "enforce_eager=True"),
+    Row("SamplingParams", "trace_decode_token_ids", "put these tokens behind the prompt, and ask "
+        "for prompt_logprobs"),
     Row("SamplingParams", "do_sample", "temperature=0 is greedy", (True,)),
     Row("SamplingParams", "n_predict num_predict max_length", "use max_tokens"),
     Row("SamplingParams", "stop_sequences", "use stop"),
@@ -146,8 +156,38 @@ TABLE = (
     Row("call", "prompt_token_ids", "pass them as the prompts: [{'prompt_token_ids': [...]}, ...]"),
     Row("call", "chat_template_content_format", "a template gets the content of a message as text",
         ("auto", "string")),
-    Row("method", "vllm_config", "LLM.config is what was chosen, LLM.model_config what config.json "
-        "says"),
+    Row("call", "arrival_time", "requests are served as they come, or by priority="),
+    Row("call", "tokenization_kwargs", "pass the token ids of the prompt"),
+    Row("call", "trace_headers prompt_text"),  # what is told to others, or shown anyway
+    Row("call", "reset_running_requests", "abort the requests, or wait for their end: it returns "
+        "False while any runs"),
+    Row("call", "reset_connector reset_external", "the blocks of a kv_store stay: name another "
+        "folder"),
+    Row("call", "mode", "sleep() is refused while requests run: abort them, or wait for their end",
+        ("abort",)),
+    Row("call", "offload_tags", "sleep() gives back weights and KV cache, and wake_up(tags=[...]) "
+        "brings one of them back"),
+    Row("method", "pause_generation resume_generation is_paused", "await AsyncLLM.between_steps"
+        "(work) calls work while no step runs. For update_weights or sleep no request may run: "
+        "abort them, or wait for their end"),
+    Row("method", "reset_mm_cache reset_encoder_cache", "reset_prefix_cache() empties all caches"),
+    Row("LLM", "weight_transfer_config", UPDATE),
+    Row("method", "init_weight_transfer_engine start_weight_update finish_weight_update "
+        "get_world_size reload_weights", UPDATE),
+    Row("method", "enqueue wait_for_completion", "use add_request() and step()"),
+    Row("method", "renderer preprocess preprocess_chat", "generate() and chat() take prompts and "
+        "messages as they are; LLM.get_tokenizer() has the chat template"),
+    Row("method", "engine_core", "the engine runs in this process: LLM.scheduler, and LLM.runner, "
+        "which has the network"),
+    Row("method", "do_log_stats", "LLM.get_metrics() has the numbers, and the server /metrics"),
+    Row("method", "is_running is_stopped errored dead_error", "AsyncLLM.check_health() raises when "
+        "the engine is dead"),
+    Row("method", "vllm_config get_vllm_config get_model_config", "LLM.config is what was chosen, "
+        "LLM.model_config what config.json says"),
+    Row("AsyncLLM", "vllm_config executor_class log_requests", "make it of an engine, "
+        "AsyncLLM(LLM(model)), or by AsyncLLM.from_engine_args(EngineArgs(model=...))"),
+    Row("AsyncLLM", "log_stats usage_context start_engine_loop"),  # and these start as they do
+    Row("AsyncLLM", "stat_loggers", "LLM.get_metrics() has the numbers, and the server /metrics"),
     Row("method", "set_tokenizer", "name it when the engine is made, with tokenizer="),
     # Pooling.
     Row("call pooling", "normalize activation softmax", "use use_activation= of "
@@ -200,18 +240,18 @@ def in_our_words(where: str, taker: str, given: Mapping[str, Any],
         if name in known:
             if value is not None or row is None or None not in row.nothing:
                 ours[name] = value
-        elif row is None:
-            raise TypeError(f"{where} has no {name}: {_hint(str(name), known)}")
+        elif row is None or row.ours:
+            raise TypeError(f"{where} has no {said}: {_hint(str(said), known)}")
         elif not row.asks_for_nothing(value):
             raise ValueError(f"{where}: {name}={value!r:.80} is not supported: {row.remedy}")
     return ours
 
 
-def missing_method(name: str, known: Collection[str]) -> str:
-    """The message for a method of vLLM's `LLM` that is missing here, or for a mistyped name."""
+def missing_method(name: str, known: Collection[str], where: str = "LLM") -> str:
+    """The message for a method of vLLM's class that is missing here, or for a mistyped name."""
     if row := ROWS.get(("method", name)):
-        return f"LLM.{name} is not supported: {row.remedy}"
-    return f"LLM has no {name}: {_hint(name, [n for n in known if n[0] != '_'])}"
+        return f"{where}.{name} is not supported: {row.remedy}"
+    return f"{where} has no {name}: {_hint(name, [n for n in known if n[0] != '_'])}"
 
 
 def _hint(word: str, known: Collection[str]) -> str:

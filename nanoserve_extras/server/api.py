@@ -208,7 +208,7 @@ class Server:
     def _defaults(self, body: GenerationBody):
         """The values of generation_config.json, with its limit of tokens if it has one."""
         defaults = self.llm.get_default_sampling_params()
-        if "max_new_tokens" not in self.llm.model_config.generation_defaults:
+        if "max_tokens" not in self.llm.inputs.recommended():
             defaults.max_tokens = max(
                 COMPLETION_TOKENS, defaults.min_tokens) if body.prompts_in else None
         return defaults

@@ -43,6 +43,7 @@ from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Request
 from nanoserve.frontend.rules import words_of
+from nanoserve.frontend.vllm import ROWS, missing_method, takes_vllms_words
 from nanoserve.llm import LLM
 from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 
@@ -57,6 +58,7 @@ class EngineDeadError(EngineGenerateError):
     """The engine has ended, by an error or by `shutdown`. It takes no more requests."""
 
 
+@takes_vllms_words("AsyncLLM()", "AsyncLLM")
 class AsyncLLM:
     """An `LLM` for asyncio. llm: its steps belong to this object from now on. pace: how many
     outputs a second are handed on at most, see `Doorbell`.
@@ -92,12 +94,14 @@ class AsyncLLM:
         self.thread.start()
 
     @classmethod
+    @takes_vllms_words("AsyncLLM.from_engine_args()", "AsyncLLM")
     def from_engine_args(cls, engine_args: EngineConfig) -> "AsyncLLM":
         """vLLM's way to make one."""
         return cls(LLM.from_engine_args(engine_args))
 
     # ------------------------------------------------------------- requests
 
+    @takes_vllms_words("generate()", "call")
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                        request_id: str = "", priority: int = 0, lora_request: Any = None,
                        ) -> AsyncIterator[RequestOutput]:
@@ -111,6 +115,7 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
+    @takes_vllms_words("encode()", "call")
     def encode(self, prompt: Prompt, pooling_params: Any, request_id: str = "", priority: int = 0,
                lora_request: Any = None) -> AsyncIterator[Any]:
         """Yield what a pooling model makes of a prompt: one `PoolingRequestOutput`."""
@@ -156,6 +161,15 @@ class AsyncLLM:
         done: Future = Future()
         self._post(partial(_settle, done, work))
         return await asyncio.wrap_future(done)
+
+    def __getattr__(self, name: str):
+        """Called for missing names only, vLLM's above all: the error names an alternative."""
+        llm = self.__dict__.get("llm")
+        if name[0] != "_" and ("method", name) not in ROWS and hasattr(llm, name):
+            raise AttributeError(f"AsyncLLM has no {name}: engine.llm.{name} is the LLM's; what "
+                                 "changes it goes between two steps, await "
+                                 f"engine.between_steps(engine.llm.{name})")
+        raise AttributeError(missing_method(name, dir(type(self)), "AsyncLLM"))
 
     # --------------------------------------------------------------- health
 

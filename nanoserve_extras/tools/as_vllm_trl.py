@@ -77,12 +77,12 @@ class TrainersLLM(LLM):
         """Some of the weights to come."""
         self.collected.update(pairs)
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, **theirs) -> bool:
         """All weights have come, if some have."""
         collected, self.collected = self.collected, {}
         if collected:
             self.update_weights(collected)
-        return super().reset_prefix_cache()
+        return super().reset_prefix_cache(**theirs)
 
     def generate(self, *args, **options) -> list:
         """Raises `ValueError` for processed logprobs that would not be the model's own."""

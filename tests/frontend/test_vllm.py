@@ -56,7 +56,9 @@ def test_words_that_are_taken(given, same):
 
 @pytest.mark.parametrize("given", [
     dict(data_parallel_size=2), dict(data_parallel_size=True), dict(tokenizer_mode="mistral"),
-    dict(kv_transfer_config={"kv_connector": "x"}), dict(worker_cls=object)], ids=str)
+    dict(kv_transfer_config={"kv_connector": "x"}), dict(worker_cls=object),
+    dict(weight_transfer_config={"backend": "nccl"}), dict(enable_return_routed_experts=True),
+    dict(allowed_local_media_path="/")], ids=str)
 def test_an_option_that_is_missing_here_is_refused_with_its_value_and_a_way_round(given):
     [(word, value)] = given.items()
     with pytest.raises(ValueError, match=rf"LLM\(\): {word}={re.escape(repr(value))} .+: \w+"):
@@ -64,7 +66,8 @@ def test_an_option_that_is_missing_here_is_refused_with_its_value_and_a_way_roun
 
 
 @pytest.mark.parametrize("given", [
-    dict(guided_decoding={"regex": "a"}), dict(best_of=3), dict(length_penalty=0.0)], ids=str)
+    dict(guided_decoding={"regex": "a"}), dict(best_of=3), dict(length_penalty=0.0),
+    dict(trace_decode_token_ids=[5]), dict(return_last_hidden_states=True)], ids=str)
 def test_a_field_of_sampling_params_is_refused_as_well(given):
     [word] = given
     with pytest.raises(ValueError, match=rf"SamplingParams: {word}=.*: \w+"):
@@ -88,6 +91,11 @@ def test_a_word_like_no_other_is_still_explained():
         SamplingParams(xyzzy=None)  # nobody's word, whatever its value
 
 
+def test_our_name_is_taken_only_where_it_is_one_of_the_calls():
+    with pytest.raises(TypeError, match="has no params"):  # dropped, it would be ignored
+        vllm.in_our_words("encode()", "call", dict(params=5), {"pooling_params"})
+
+
 def test_one_thing_under_two_names_is_refused():
     with pytest.raises(TypeError, match="enable_expert_parallel .*expert_parallel"):
         EngineConfig(model="m", expert_parallel=True, enable_expert_parallel=False)
@@ -101,7 +109,8 @@ def test_no_name_is_ours_and_refused_at_once():
 
 
 def test_a_name_has_one_row_for_each_who_takes_it():
-    takers = {"LLM", "serve", "SamplingParams", "call", "prompt", "pooling", "method", "body"}
+    takers = {"LLM", "serve", "SamplingParams", "call", "prompt", "pooling", "method", "body",
+              "AsyncLLM"}
     table = (*vllm.TABLE, *server.TABLE)
     pairs = [(taker, name) for row in table for taker in row.takers.split()
              for name in row.names.split()]

@@ -17,7 +17,7 @@ import pytest
 from clean_process import run as run_alone
 from small_engine import assert_idle, greedy, ids_of, make, run
 
-from nanoserve import RequestOutputKind, SamplingParams
+from nanoserve import EngineArgs, RequestOutputKind, SamplingParams
 from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 from nanoserve_extras.server.async_llm import (
     MAX_FAILURES,
@@ -360,3 +360,21 @@ def test_an_idle_engine_gathers_prompts_before_it_reads_layers(qwen3):
     first, *others = asyncio.run(some(2, apart=0.5))
     assert first == sum(others) == 1
     engine.shutdown()
+
+
+@pytest.mark.parametrize(("name", "remedy"), [
+    ("pause_generation", "between_steps"), ("is_running", "check_health"),
+    ("sleep", r"await engine.between_steps\(engine.llm.sleep\)"),
+    ("get_tokenizer", r"engine.llm.get_tokenizer is the LLM's"), ("genrate", "generate")])
+def test_vllms_names_that_are_missing_here_name_what_to_do(engine, name, remedy):
+    with pytest.raises(AttributeError, match=rf"^AsyncLLM.{name} is not .*{remedy}|"
+                                             rf"^AsyncLLM has no {name}.*{remedy}"):
+        getattr(engine, name)
+    assert not hasattr(engine, "_anything")
+
+
+def test_vllms_ways_to_make_one(qwen3):
+    with pytest.raises(ValueError, match=r"AsyncLLM\(\): vllm_config=.*from_engine_args"):
+        AsyncLLM(vllm_config=5, executor_class=6, log_stats=True)
+    with pytest.raises(ValueError, match=r"from_engine_args\(\): stat_loggers=.*get_metrics"):
+        AsyncLLM.from_engine_args(EngineArgs(model=str(qwen3)), usage_context=1, stat_loggers=[5])
