@@ -219,16 +219,18 @@ class LLMEngine:
         they count, and Ctrl-C is held until its outputs are in their inboxes."""
         step = self.scheduler.in_flight[0]
         token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
-        for seq, error in (step.failed | step.output.failed).items():
-            if seq.finish_reason is None:  # this request ends, and no other
-                why = f"request {seq.request.request_id}: {error}"
-                say(why)
-                self._end([self.requests[seq.request.request_id]], why)
+        self._fail(step.failed | step.output.failed)
+        self._fail(dict.fromkeys(step.without_token(token_ids),
+                                 no_numbers("its logits", self.config.dtype)))
         for seq, positions in step.prompt_logprob_positions.items():
             n = len(positions)
             entries, prompt_logprobs = prompt_logprobs[:n], prompt_logprobs[n:]
-            if seq.finish_reason is None:  # it was not aborted meanwhile
+            if seq.finish_reason is not None:
+                continue  # it was aborted meanwhile
+            try:
                 self.requests[seq.request.request_id].history.add_prompt(positions, entries)
+            except FloatingPointError as error:
+                self._fail({seq: no_numbers(error, self.config.dtype)})
         try:
             self.scheduler.update(step, token_ids)
             for tell in self.hooks.updated:
@@ -241,6 +243,14 @@ class LLMEngine:
             self._collect(step.grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
+
+    def _fail(self, failed: dict[Sequence, str]) -> None:
+        """End the requests of these, and no others, with the reason."""
+        for seq, error in failed.items():
+            if seq.finish_reason is None:
+                why = f"request {seq.request.request_id}: {error}"
+                say(why)
+                self._end([self.requests[seq.request.request_id]], why)
 
     def _collect(self, grown: dict[Sequence, list[int]], logprobs: dict[Sequence, list]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
@@ -359,3 +369,10 @@ class LLMEngine:
                 for reset in self.hooks.reset:
                     reset()
             return done
+
+
+def no_numbers(what: object, dtype: str) -> str:
+    """Why a request ends. what: where NaN or infinity has come out instead of numbers."""
+    return f"NaN or infinity in {what}, with dtype={dtype!r}: " + (
+        "float16 ends at 65,504, use 'bfloat16' or 'float32'" if dtype == "float16" else
+        "look at the weights, the adapter, and what logits_processors return")

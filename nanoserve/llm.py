@@ -123,7 +123,7 @@ class LLM(LLMEngine):
         facts = facts_of([*parts, *extras])
         config = resolve(asked, device, self.model_config, facts)
         take_gpu(config.num_ranks, config.device)
-        config, said = fit_to_device(config, asked)
+        config, said = fit_to_device(config, asked, self.model_config.architecture)
         say(*said)
         drafters = [extra for extra in extras if Hooks([extra]).draft]
         if drafters and config.async_scheduling:

@@ -28,6 +28,7 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Linear, Placement, RMSNorm, RotaryEmbedding
+from nanoserve.sequence import NO_TOKEN
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, cos and sin, a stream's two terms
 KVCache = list[Pair]  # K and V of each layer, see `ops.new_cache`
@@ -127,7 +128,10 @@ class Decoder(nn.Module):
         """The argmax of `compute_logits`, (num_rows,). Each rank sends its best token alone."""
         logits = self.own_logits(hidden)
         ids = self.on.ops.argmax(logits)[:, None]
-        return self.ranks.gather_best(logits.gather(1, ids), self.embed_tokens.tokens.start + ids)
+        is_none = ids == NO_TOKEN
+        best = logits.gather(1, ids.clamp(min=0)).masked_fill(is_none, torch.inf)
+        ids = (self.embed_tokens.tokens.start + ids).masked_fill(is_none, NO_TOKEN)
+        return self.ranks.gather_best(best, ids)
 
 
 def fit_8_bits(x: torch.Tensor) -> bool:

@@ -247,7 +247,7 @@ class ModelRunner:
                                         extra=self.parts.sections,
                                         staged=self.wants_graphs, num_buffers=config.steps_at_once)
         # One entry more than there are rows: samples of padding rows are written to it.
-        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=self.device)
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
 
     @property
     def window(self) -> int | None:
@@ -331,9 +331,10 @@ class ModelRunner:
         return token_ids
 
     def _keep(self, batch: Batch, token_ids: torch.Tensor) -> None:
-        """Keep sampled tokens on the device: the next step's input, not yet known to the host."""
+        """Keep sampled tokens on the device: the next step's input, not yet known to the host. A
+        row without a token goes on with token 0 until the host has ended it."""
         self.ranks.broadcast(token_ids)
-        self.last_tokens[batch.sample_rows] = token_ids.to(torch.int32)
+        self.last_tokens[batch.sample_rows] = token_ids.clamp(min=0)
 
     def fetch(self, output: SamplerOutput) -> tuple[list[int], dict[int, list], list[list]]:
         """Wait for a launched step; see `SamplerOutput.tolist`."""

@@ -25,7 +25,7 @@ import torch
 
 from nanoserve.batch import Batch
 from nanoserve.controls import Constraints, Edits, gather_edits
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import NO_TOKEN, Sequence, Step
 
 SCORED_ROWS = 64  # at a time: of 152,000 logits in float32, and again as logprobs, 78 MB
 
@@ -114,7 +114,7 @@ class Logprobs:
 class SamplerOutput:
     """A step's results: on the device, and after `to_host` on their way to the host."""
 
-    token_ids: torch.Tensor  # (s,) int64
+    token_ids: torch.Tensor  # (s,) int64, `NO_TOKEN` for a row whose logits are no numbers
     is_kept: bool = False  # whether a graph chose them, and has put them into `last_tokens`
     logprobs: Logprobs | None = None  # for `logprob_rows`, which want them
     logprob_rows: list[int] = field(default_factory=list)
@@ -163,8 +163,11 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
     output = SamplerOutput(chosen, is_kept, failed=inputs.edits.failed if inputs.edits else {})
     if inputs.logprob_rows and logits is not None:  # rank 0 alone has logits
         asked = put(inputs.logprob_rows, torch.int64, device=logits.device)
-        output.logprobs = score(logits.index_select(0, asked), chosen[asked], inputs.num_logprobs)
+        output.logprobs = score(logits.index_select(0, asked), chosen[asked].clamp(min=0),
+                                inputs.num_logprobs)
         output.logprob_rows = inputs.logprob_rows
+        # Where a mask has hidden what is no number, the logprobs still have seen it.
+        chosen[asked] = chosen[asked].masked_fill(output.logprobs.values.isnan(), NO_TOKEN)
     # In portions: the logits of a whole prompt would be larger than the model.
     for start in range(0, len(positions), SCORED_ROWS):
         some = slice(start, start + SCORED_ROWS)
@@ -180,14 +183,14 @@ def choose(logits: torch.Tensor, batch: Batch, inputs: SamplingInputs,
     """logits (s, vocab_size), which are left as they are -> token ids (s,), int64."""
     edits = inputs.edits
     if edits is not None:
-        edited = edits.apply(logits.index_select(0, edits.rows).float())
+        edited = edits.apply(logits.index_select(0, edits.rows))
     if inputs.all_greedy:
         greedy = ops.argmax(logits)
         if edits is not None:
             greedy[edits.rows] = ops.argmax(edited)
         return greedy
     if edits is not None:
-        logits = logits.float().index_copy(0, edits.rows, edited)
+        logits = logits.index_copy(0, edits.rows, edited)
     host = batch.host
     any_filters = bool(host["min_p"].any() or (host["top_p"] < 1).any() or (
         (host["top_k"] > 0) & (host["top_k"] < logits.shape[1])).any())

@@ -41,6 +41,8 @@ from typing import Any
 
 from nanoserve.config import SamplingParams
 
+NO_TOKEN = -1  # a sample whose logits are no numbers: NaN or infinity
+
 
 @dataclass(frozen=True, eq=False)
 class CoreRequest:
@@ -204,6 +206,12 @@ class Step:
                     seq.request.stop_ids.isdisjoint(tokens)):
                 tokens.append(token_id)
         return result
+
+    def without_token(self, sampled: list[int | None]) -> list[Sequence]:
+        """The sequences that got `NO_TOKEN`. Behind a wrong draft it does not count."""
+        if NO_TOKEN not in sampled:
+            return []
+        return [seq for seq, tokens in self.outcome(sampled).items() if NO_TOKEN in tokens]
 
     def by_sequence(self, results: dict[int, object]) -> dict[Sequence, list]:
         """Group results by sequence. results: of some of `samples()`, by their index in it."""

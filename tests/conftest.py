@@ -261,7 +261,7 @@ def say(llm, monkeypatch):
             launch(step)
             at = [seq.num_tokens - 1 - seq.num_prompt_tokens for seq in step.sampling]
             tokens = torch.tensor([words[i] if i < len(words) else EOS for i in at])
-            llm.runner.last_tokens[[seq.row for seq in step.sampling]] = tokens.int()
+            llm.runner.last_tokens[[seq.row for seq in step.sampling]] = tokens
             return SamplerOutput(tokens)
         monkeypatch.setattr(llm.runner, "launch", spoken)
     return script

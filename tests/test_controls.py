@@ -78,22 +78,21 @@ def sampled(logits: torch.Tensor, seqs: list[Sequence]) -> list[int]:
 
 
 @settings(derandomize=True, deadline=None, max_examples=120)
-@given(st.lists(rows(), min_size=1, max_size=6), st.integers(0, 10 ** 6), st.booleans())
-def test_every_row_is_edited_exactly_as_by_the_plain_loop(batch, seed, half):
+@given(st.lists(rows(), min_size=1, max_size=6), st.integers(0, 10 ** 6))
+def test_every_row_is_edited_exactly_as_by_the_plain_loop(batch, seed):
     """All controls on all rows, mixed with rows that use none. The edited logits are equal bit by
     bit, and so are the tokens: those of the plainly edited row alone, without controls."""
     generator = torch.Generator().manual_seed(seed)
     logits = 4 * torch.randn(len(batch), VOCAB_SIZE, generator=generator)
     logits[torch.rand(logits.shape, generator=generator) < .05] = 0  # where signs change
-    logits = logits.to(torch.bfloat16) if half else logits
     before = logits.clone()
     seqs = [seq for seq, _, _ in batch]
     expected = torch.tensor(np.array([
         plain_edits(row, seq.request.params, prompt, output, seq.request.late_ids,
                     seq.request.bad_word_ids)
-        for row, (seq, prompt, output) in zip(logits.float().numpy(), batch, strict=True)]))
+        for row, (seq, prompt, output) in zip(logits.numpy(), batch, strict=True)]))
     inputs = sampling_inputs(seqs)
-    edited = logits.float().clone()
+    edited = logits.clone()
     if inputs.edits is not None:
         edited[inputs.edits.rows] = inputs.edits.apply(edited[inputs.edits.rows])
     assert torch.equal(edited, expected)

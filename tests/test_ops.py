@@ -366,12 +366,11 @@ def test_norm_rope_store(ops, dtype, shape, tokens, norms):
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 64, 96, 1000, 1024, 4097])
 def test_argmax_is_the_first_of_the_highest(ops, dtype, vocab_size):
-    """There are many ties, everything may be excluded, and infinities are numbers."""
+    """There are many ties, and all but one may be excluded."""
     logits = torch.randint(-3, 4, (20, vocab_size)).to(dtype)
     logits[1] = 1.0
     logits[2, vocab_size // 2:] = 9.0
-    logits[3, vocab_size - 1] = math.inf
-    logits[4] = -math.inf
+    logits[3, :-1] = -math.inf
     expected = [max(range(vocab_size), key=lambda i: (float(row[i]), -i)) for row in logits]
     got = ops.argmax(logits)
     assert got.dtype == torch.int64 and got.tolist() == expected
@@ -438,14 +437,25 @@ def test_a_draw_is_a_function_of_seed_and_position(ops):
 
 
 def test_rows_that_are_broken_end_nobody_else(ops):
-    """A row of NaN gives some token of the vocabulary, and the others are as ever."""
-    logits = numbers(3, 100)
-    whole = ops.draw(logits, torch.ones(3), torch.arange(3), torch.arange(3))
+    """A row with NaN or infinity anywhere, or with nothing but -inf, has no token, drawn or not,
+    with filters or without; the others are as ever."""
+    logits, at = numbers(8, 3000), torch.arange(8)
+    broken, heats = [1, 2, 3, 5, 6], (torch.ones(8), torch.zeros(8))
+
+    def choices() -> torch.Tensor:
+        filters = ops.floors(logits, torch.ones(8), (at % 2 * 40).int(), torch.full((8,), 0.9),
+                             torch.full((8,), 0.01))
+        return torch.stack([ops.argmax(logits), *(ops.draw(logits, heat, at * 77, at, floors)
+                                                  for heat in heats for floors in (None, filters))])
+
+    expected = choices()
     logits[1] = math.nan
-    got = ops.draw(logits, torch.ones(3), torch.arange(3), torch.arange(3))
-    assert 0 <= got[1] < 100 and got[0] == whole[0] and got[2] == whole[2]
-    likeliest = ops.argmax(logits)
-    assert 0 <= likeliest[1] < 100 and likeliest[2] == logits[2].argmax()
+    logits[2, 2999] = math.nan
+    logits[3, 0] = math.inf
+    logits[5] = -math.inf
+    logits[6, :2000], logits[6, 1234] = -math.inf, math.nan
+    expected[:, broken] = -1
+    assert choices().tolist() == expected.tolist()
 
 
 # ------------------------------------------------------------------------- threads

@@ -47,3 +47,22 @@ def test_each_of_many_small_weights_counts(ops, dtype, head_dim):  # noqa: F811
     got = ops.paged_attention(q, *cache, make_batch([[*range(7)]], [1], [100], 16), 6 / 16)
     others = 99 * torch.tensor(-6.0).double().exp()
     close(got, ((others - 1) / (others + 1)).expand(1, 1, head_dim), 2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_does_not_become_one(ops, dtype, bad):  # noqa: F811
+    """A key or value of an earlier token: who sees it must get no finite numbers, which would be
+    wrong; and others are as ever."""
+    k, v = torch.randn(2, 20, 1, 16).to(dtype)
+    for which in (k, v):
+        caches = []
+        for number in (bad, 1.0):
+            kept, which[5, 0, 3] = which[5, 0, 3].item(), number
+            cache = ops.new_cache(2, 16, 1, 16, torch.int8, CPU)
+            write(ops, cache, k, v, list(range(20)))
+            which[5, 0, 3] = kept
+            caches.append(cache)
+        q = torch.ones(2, 1, 16, dtype=dtype)
+        batch = make_batch([[0, 1], [0, 1]], [1, 1], [20, 5], 16)  # the second sees 0 to 4
+        got, expected = (ops.paged_attention(q, *cache, batch, 0.25) for cache in caches)
+        assert not got[0].isfinite().all() and torch.equal(got[1], expected[1])

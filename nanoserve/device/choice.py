@@ -2,7 +2,7 @@
 
     asked            found                            becomes
     device="auto"    a GPU that torch can use         "cuda", else "cpu"
-    dtype="auto"     a GPU without bfloat16           float16
+    dtype="auto"     a GPU without bfloat16           float16, or float32 where that overflows
     kernels="auto"   a GPU from 7.5 on, and triton    "triton"
                      another GPU, or a kernel fails   "torch", the specification itself
                      a CPU and a compiler             "cpu", the compiled twin
@@ -26,6 +26,8 @@ from nanoserve import ops
 from nanoserve.config import EngineConfig
 
 BFLOAT16 = (8, 0)  # the first compute capability with bfloat16
+# Networks whose residual stream outgrows float16, as their makers or vLLM say.
+OVERFLOW = ("Gemma2", "Gemma3", "Glm4For", "Plamo2")
 
 
 def pick_device(device: str) -> str:
@@ -99,19 +101,29 @@ def namespace(kernels: str) -> ModuleType:
     return ops
 
 
-def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConfig, list[str]]:
-    """Adapt a resolved config to this machine; also returns a message for each change. Raises
-    `ValueError` where the user asked for what isn't there."""
+def fit_to_device(config: EngineConfig, asked: EngineConfig,
+                  architecture: str = "") -> tuple[EngineConfig, list[str]]:
+    """Adapt a resolved config to this machine and to the range of its dtype; also returns a message
+    for each change. Raises `ValueError` where the user asked for what isn't there."""
     said: list[str] = []
     if asked.device == "auto" and config.device == "cpu" and (reason := why_unusable("auto")):
         said.append(f"{reason}. The CPU takes its place, which is slower")
+    overflows = architecture.startswith(OVERFLOW)
+    if config.dtype == "float16" and overflows:
+        why = f"the numbers of {architecture} overflow in float16, which ends at 65,504"
+        if asked.dtype != "auto":
+            raise ValueError(f'dtype="float16", but {why}: use "bfloat16" or "float32"')
+        said.append(f"{why}: bfloat16 takes its place")
+        config = replace(config, dtype="bfloat16")
     if config.on_gpu and config.dtype == "bfloat16" and (
             torch.cuda.get_device_capability(config.device) < BFLOAT16):
         name = torch.cuda.get_device_name(config.device)
+        instead, why = ("float32", "which is slower") if overflows else (
+            "float16", "whose range is smaller")
         if asked.dtype != "auto":
-            raise ValueError(f'dtype="bfloat16", but {name} has no bfloat16: use "float16"')
-        said.append(f"{name} has no bfloat16: float16 takes its place, whose range is smaller")
-        config = replace(config, dtype="float16")
+            raise ValueError(f'dtype="bfloat16", but {name} has no bfloat16: use "{instead}"')
+        said.append(f"{name} has no bfloat16: {instead} takes its place, {why}")
+        config = replace(config, dtype=instead)
     reason, instead = _what_is_missing(config)
     if reason and asked.kernels != "auto":
         raise ValueError(f"kernels={asked.kernels!r}, but {reason}: install what is missing, or "

@@ -414,13 +414,16 @@ template <class T> struct Cache {
                 std::memcpy(numbers + at(i, lane) * sizeof(T), x + i, sizeof(T));
             return;
         }
-        float largest = 0;
-        for (long i = 0; i < size; i++) largest = std::max(largest, std::abs(wide(x[i])));
-        const float scale = largest / 127;
-        std::memcpy(tile + padded * PANEL / 4 + lane, &scale, 4);
-        const float step = std::max(scale, 1.17549435e-38f);  // a head of zeros has 0
+        uint32_t largest = 0;  // without its sign; NaN is the highest, then infinity
         for (long i = 0; i < size; i++)
-            numbers[at(i, lane)] = char(int8_t(std::nearbyint(wide(x[i]) / step)));
+            largest = std::max(largest, as_bits(wide(x[i])) & 0x7fffffffu);
+        const float scale = as_float(largest) / 127;  // NaN makes all of the head NaN
+        std::memcpy(tile + padded * PANEL / 4 + lane, &scale, 4);
+        const float step = std::isfinite(scale) ? std::max(scale, 1.17549435e-38f) : INFINITY;
+        for (long i = 0; i < size; i++) {
+            const float rounded = std::nearbyint(wide(x[i]) / step);  // a head of zeros has 0
+            numbers[at(i, lane)] = char(rounded == rounded ? int8_t(rounded) : 0);
+        }
     }
 
     // A small tile as panels of T.
@@ -812,14 +815,20 @@ void delta_rule(const T *qkv, const float *decay, const float *beta, float *stat
 
 // ----------------------------------------------------------------- sampling
 
-// The first of the highest.
+// The first of the highest; -1 for a row whose highest is no number.
 template <class T> void argmax(const T *logits, int64_t *out, long rows, long size) {
     share_out(rows, rows * size > 32768, [&](long row) {
         const T *x = logits + row * size;
         float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-        for (long i = 0; i < size; i++) top = std::max(top, wide(x[i]));
-        out[row] = std::find_if(x, x + size - 1, [&](T one) { return wide(one) == top; }) - x;
+        int is_nan = 0;
+#pragma omp simd reduction(max : top) reduction(| : is_nan)
+        for (long i = 0; i < size; i++) {
+            const float one = wide(x[i]);
+            top = std::max(top, one);
+            is_nan |= one != one;
+        }
+        out[row] = is_nan || std::isinf(top) ? -1
+            : std::find_if(x, x + size - 1, [&](T one) { return wide(one) == top; }) - x;
     });
 }
 
@@ -901,7 +910,7 @@ void draw(const T *logits, const float *temperature, const int64_t *seeds, const
           const float *floor, const int32_t *last, int64_t *out, long rows, long size) {
     argmax(logits, out, rows, size);
     share_out(rows, rows * size > 8192, [&](long row) {
-        if (temperature[row] == 0) return;
+        if (temperature[row] == 0 || out[row] < 0) return;
         const T *x = logits + row * size;
         const float heat = temperature[row], top = wide(x[out[row]]) / heat;
         const float least = floor ? floor[row] : -INFINITY;

@@ -55,7 +55,7 @@ def _scaled(logits, ids, vocab_size, heat):
                                             "last_ids"])
 def _sample_kernel(logits, temperature, seeds, positions, floors, last_ids, scores, tokens, stride,
                    vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The best score in a chunk of a row, and the lowest id that has it.
+    """The best score in a chunk of a row, and the lowest id that has it; -1 if it is no number.
 
     A score is x - log(e), x the scaled logit and -log(e) Gumbel noise. x - log(e) > y - log(d) is
     exp(x - y) * d > e: so each lane compares its tokens without a log, and takes one at the end.
@@ -85,7 +85,8 @@ def _sample_kernel(logits, temperature, seeds, positions, floors, last_ids, scor
     top = tl.max(best, 0)
     at = row * tl.num_programs(1) + chunk
     tl.store(scores + at, top)
-    tl.store(tokens + at, tl.min(tl.where(best == top, best_id, NO_ID), 0).to(tl.int64))
+    best_id = tl.min(tl.where(best == top, best_id, NO_ID), 0)
+    tl.store(tokens + at, tl.where(tl.abs(top) < float("inf"), best_id, -1).to(tl.int64))
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,

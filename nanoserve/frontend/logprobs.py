@@ -14,6 +14,8 @@ Invariant: there is one dict for each token, even after an error. So a dict is s
 texts of its tokens are added afterwards, because a tokenizer may fail.
 """
 
+from math import isnan
+
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import SamplingParams
 from nanoserve.frontend.outputs import Logprob
@@ -40,8 +42,10 @@ class LogprobHistory:
 
     def add_prompt(self, positions: range, entries: list[list[Entry]]) -> None:
         """Entries of the prompt positions of a step. After a preemption positions are computed
-        again: those already known are skipped."""
+        again: those already known are skipped. Raises `FloatingPointError` at one that is NaN."""
         for position, one in zip(positions, entries, strict=True):
+            if isnan(one[0][1]):
+                raise FloatingPointError(f"the logits of prompt position {position}")
             if position + 1 == len(self.prompt):
                 self.prompt.append(self._as_dict(one, self.params.prompt_logprobs))
 

@@ -283,7 +283,7 @@ def write_drafts(runner: ModelRunner, step: Step, first: Step) -> None:
         passes.append((one, runner.launch(one)))
     for i, (one, output) in enumerate(passes):
         for seq, token_id in zip(one.sampling, runner.fetch(output)[0], strict=True):
-            step.drafts[seq][i] = token_id
+            step.drafts[seq][i] = max(token_id, 0)  # `NO_TOKEN` is a wrong guess like any other
 
 
 def _vocabulary(tokenizer) -> dict[str, int]:

@@ -219,6 +219,7 @@ class Pooler:
         x = vectors.float()
         if self.head is not None:
             x = self.head.to(x.device)(x)
+        x = x + 0 * x  # infinity becomes NaN, which no activation makes a number of
         if self.kind == "embed":
             x = x[:, :dimensions]
             return F.normalize(x, dim=-1) if activate else x

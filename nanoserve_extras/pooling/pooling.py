@@ -30,12 +30,13 @@ import torch.nn.functional as F
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.engine import Plan
+from nanoserve.engine import Plan, no_numbers
 from nanoserve.extra import Extra
 from nanoserve.frontend import rules
 from nanoserve.frontend.facts import Fact
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.progress import say
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each, salt_of
 from nanoserve.frontend.request import Request, salted
 from nanoserve.frontend.rules import in_words, option
@@ -98,13 +99,15 @@ class ScoringOutput:
 
 @dataclass
 class PoolingRequestOutput:
-    """A pooled request as its caller sees it. `outputs` is None for one that was aborted."""
+    """A pooled request as its caller sees it. `outputs` is None for one that was aborted, or that
+    ended with an `error`."""
 
     request_id: str
     outputs: PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput | None
     prompt_token_ids: list[int]
     num_cached_tokens: int
     finished: bool = True
+    error: str | None = None
 
     @property
     def aborted(self) -> bool:
@@ -119,6 +122,8 @@ class PoolingRequest(Request):
     num_seen: int = 0  # positions that were taken into account
     seen: list[torch.Tensor] = field(default_factory=list)  # (n, numbers) each
     result: torch.Tensor | None = None
+    error: str | None = None
+    dtype: str  # of the engine, for the error
 
     @property
     def pooling_type(self) -> str:
@@ -165,6 +170,10 @@ class PoolingRequest(Request):
                 vector = vector / self.num_seen
             self.result = self._finish(vector)[0]
         self.seen = []
+        if not self.result.isfinite().all():
+            self.result, self.error = None, (f"request {self.request_id}: "
+                                             + no_numbers("its result", self.dtype))
+            say(self.error)
 
     def _finish(self, vectors: torch.Tensor) -> torch.Tensor:
         params = self.params
@@ -177,7 +186,7 @@ class PoolingRequest(Request):
         # A clone, because tensors of inference mode can't be changed by whoever gets them.
         outputs = None if self.result is None else PoolingOutput(self.result.clone())
         return PoolingRequestOutput(self.request_id, outputs, self.prompt_token_ids,
-                                    self.sequences[0].num_cached_tokens or 0)
+                                    self.sequences[0].num_cached_tokens or 0, error=self.error)
 
 
 # ---------------------------------------------------------------- the way in
@@ -224,8 +233,8 @@ class Pooling(Extra):
 
         prompts: in the forms of `generate`. pooling_task: "embed" or "classify" for a prompt as a
         whole, "token_embed" or "token_classify" for each of its tokens. lora_request: a
-        `LoRARequest` for all, or one or None for each. Raises `ValueError` before any work starts;
-        after Ctrl-C the engine stays usable.
+        `LoRARequest` for all, or one or None for each. Raises `ValueError` before any work starts,
+        or at the end where a result is NaN or infinity; after Ctrl-C the engine stays usable.
         """
         if pooling_task is None:
             raise ValueError("encode() needs pooling_task: choose one of "
@@ -233,7 +242,10 @@ class Pooling(Extra):
         prompts = as_list(prompts)
         params = _with_task(pooling_params, len(prompts), pooling_task)
         requests = self.engine.make_requests(prompts, params, priority, lora_request)
-        return self.engine.results_of(requests, use_tqdm)
+        outputs = self.engine.results_of(requests, use_tqdm)
+        if errors := [output.error for output in outputs if output.error]:
+            raise ValueError(errors[0])
+        return outputs
 
     def embed(self, prompts: Prompt | list[Prompt], *, pooling_params=None,
               prompt_name: str | None = None, **options) -> list[PoolingRequestOutput]:
@@ -324,6 +336,7 @@ class PoolingInputs(InputProcessor):
         ids = self._truncate(text, ids, params, self.pooler.prompts.get(name, ""))
         return PoolingRequest(request_id, text, ids, params, priority, len(ids), frozenset(),
                               frozenset(), [], None, lora_request, salt, pooler=self.pooler,
+                              dtype=self.config.dtype,
                               stats=RequestStateStats(arrival_time=time.time()))
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:

@@ -190,7 +190,7 @@ class Job:
         async with aclosing(self.engine.outputs(requests)) as outputs:
             async for output in outputs:
                 if output.outputs is None:
-                    raise EngineGenerateError("the request was aborted")
+                    raise EngineGenerateError(output.error or "the request was aborted")
                 found[output.request_id] = output.outputs.data
         return show([found[request.request_id] for request in requests],
                     dict(prompt_tokens=count, total_tokens=count))

@@ -56,7 +56,8 @@ def plain_draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Ten
         drawn = scaled.masked_fill((scaled < floor) | (scaled == floor) & (ids > last_id), -INF)
     drawn = drawn + gumbel(seeds, positions, logits.shape[1])
     scores = torch.where(temperature[:, None] == 0, scaled, drawn)
-    return scores.masked_fill(scores.isnan(), INF).argmax(-1)
+    best, ids = scores.masked_fill(scores.isnan(), INF).max(-1)
+    return torch.where(best.abs() < INF, ids, -1)
 
 
 # --------------------------------------------------------------- the filters

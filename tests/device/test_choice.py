@@ -20,9 +20,9 @@ from nanoserve.frontend.defaults import resolve
 @pytest.fixture
 def fit(dummy):
     """`fit_to_device` of a small model on a device, for these options of an engine."""
-    def fit(on: str, **options):
+    def fit(on: str, network: str = "LlamaForCausalLM", **options):
         asked = EngineConfig(model="none", **options)
-        return fit_to_device(resolve(asked, on, ModelConfig.from_folder(dummy)), asked)
+        return fit_to_device(resolve(asked, on, ModelConfig.from_folder(dummy)), asked, network)
 
     return fit
 
@@ -120,6 +120,25 @@ def test_a_card_without_bfloat16_gets_float16(dummy, fit, monkeypatch):
     assert fit("cpu", kernels="torch", dtype="bfloat16")[0].dtype == "bfloat16"
     with pytest.raises(ValueError, match='dtype="bfloat16".*an old card.*"float16"'):
         fit("cuda", kernels="torch", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("network", ["Gemma2ForCausalLM", "Gemma3ForConditionalGeneration",
+                                     "Gemma3TextModel", "Glm4ForCausalLM", "Plamo2ForCausalLM"])
+def test_a_network_that_overflows_in_float16_gets_another_dtype(dummy, fit, monkeypatch, network):
+    """Also where a file says float16, or a card has no bfloat16. (vLLM refuses the same ones.)"""
+    for of_file, capability, dtype in (("float16", 8, "bfloat16"), ("float16", 7, "float32"),
+                                       ("bfloat16", 7, "float32"), ("bfloat16", 8, "bfloat16")):
+        write_json(dummy / "config.json", dtype=of_file)
+        set_card(monkeypatch, capability, 5)
+        fitted, said = fit("cuda", network, kernels="torch")
+        assert fitted.dtype == dtype and len(said) == (of_file == "float16") + (capability == 7)
+        assert not said or f"{dtype} takes its place" in said[-1]
+    with pytest.raises(ValueError, match=f'dtype="float16".*{network} overflow.*"bfloat16"'):
+        fit("cpu", network, kernels="torch", dtype="float16")
+    set_card(monkeypatch, 7, 5)
+    with pytest.raises(ValueError, match='dtype="bfloat16".*an old card.*"float32"'):
+        fit("cuda", network, kernels="torch", dtype="bfloat16")
+    assert fit("cuda", "Glm4MoeForCausalLM", kernels="torch")[0].dtype == "float16"
 
 
 @pytest.mark.parametrize("capability, interpreted, kernel, reason", [

@@ -57,6 +57,23 @@ def test_random_workloads_with_drafts(checkpoints, references, noisy, ranks_in_t
         del fuzz.ENGINES[first:]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_drafts_without_numbers_are_wrong_and_no_more(qwen3, ranks_in_threads, ranks):
+    """The second network has NaN where the first has none: the text is what it was."""
+    asked = dict(method="draft_model", num_speculative_tokens=3, model=str(qwen3))
+    with start(qwen3, speculative_config=asked, tensor_parallel_size=ranks) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        expected = [out.outputs[0].token_ids for out in llm.generate(
+            PROMPTS, params, use_tqdm=False)]
+        before = count(llm)
+        with torch.inference_mode():
+            llm.runner.networks[1].embed_tokens.weight.fill_(torch.nan)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [out.outputs[0].token_ids for out in outputs] == expected
+        assert {out.outputs[0].finish_reason for out in outputs} == {"length"}
+        assert count(llm)["num_draft_tokens"] > before["num_draft_tokens"]
+
+
 def test_a_perfect_guesser_is_always_right_through_chunks_hits_and_preemption(qwen3, references,
                                                                              prompts):
     """The draft model is the model. Whatever happens to blocks, it must always find its own KV in

@@ -197,6 +197,37 @@ def test_a_caller_may_change_what_it_got(qwen3):
             output.outputs.data.requires_grad_().sum().backward()
 
 
+@pytest.mark.parametrize("pooling_type", ["CLS", "LAST", "MEAN", "ALL"])
+def test_a_vector_without_numbers_is_an_error_of_its_own_request(qwen3, pooling_type):
+    """Token 99 has NaN in the embedding, as after an overflow. A step tells it in the output, the
+    offline methods raise it once all is computed, and the engine goes on."""
+    task = "token_embed" if pooling_type == "ALL" else "embed"
+    prompts, sick = [[1, 2, 3, 4], [5, 6, 7]], [99, 1, 2]
+    with start(qwen3, pooler_config=dict(pooling_type=pooling_type), max_num_batched_tokens=2,
+               max_num_seqs=2) as llm:
+        expected = data(llm.encode(prompts, pooling_task=task, use_tqdm=False))
+        with torch.inference_mode():
+            llm.runner.model.embed_tokens.weight[99] = torch.nan
+        for i, prompt in enumerate([prompts[0], sick, prompts[1]]):
+            llm.add_request(str(i), prompt, PoolingParams(task=task))
+        outputs = {name: one for name, [one] in drain(llm).items()}
+        assert outputs["1"].outputs is None and outputs["1"].finished
+        assert "request 1: NaN or infinity in its result" in outputs["1"].error
+        assert_close(data([outputs["0"], outputs["2"]]), expected)
+        with pytest.raises(ValueError, match="NaN or infinity in its result, with dtype='float32'"):
+            llm.encode([prompts[0], sick, prompts[1]], pooling_task=task, use_tqdm=False)
+        assert_close(data(llm.encode(prompts, pooling_task=task, use_tqdm=False)), expected)
+        assert_idle(llm)
+
+
+def test_no_activation_makes_a_number_of_infinity(classifiers):
+    """A sigmoid would say 1."""
+    with start(classifiers("qwen3", num_labels=1)) as llm:
+        vector = torch.zeros(1, 64)
+        vector[0, 3] = torch.inf
+        assert llm.runner.pooler.finish(vector, True).isnan().all()
+
+
 # ------------------------------------------------------------------------ by transformers' decoders
 
 
