@@ -87,6 +87,7 @@ def pass_over(schema: object, refusal: Callable[[dict], str]) -> None:
         # A list, before the first is taken out: minContains is read by the rule of `contains`.
         for key in [key for key, is_idle in IDLE.items() if key in one and is_idle(one)]:
             del one[key]
+        _list_names(one)
         for key in ("format", "$schema"):
             if isinstance(one.get(key), str) and refusal({"type": "string", key: one[key]}):
                 del one[key]
@@ -98,6 +99,19 @@ def pass_over(schema: object, refusal: Callable[[dict], str]) -> None:
                                  ("unevaluatedItems", "items")):
                 if wider in one:
                     one.setdefault(plain, one.pop(wider))
+
+
+def _list_names(one: dict) -> None:
+    """Keys that must be some of a list are listed: zod's z.record(z.enum(...), ...)."""
+    names = one.get("propertyNames")
+    if not isinstance(names, dict) or not isinstance(names.get("enum"), list) or (
+            "patternProperties" in one or not ANNOTATIONS | {"type", "enum"} >= names.keys()):
+        return
+    known, others = _named(one, "properties"), one.get("additionalProperties", {})
+    allowed = [name for name in _texts(names["enum"]) if name in known or others is not False]
+    del one["propertyNames"]
+    one["properties"] = {name: known.get(name, others) for name in allowed}
+    one["additionalProperties"] = False
 
 
 def _is_any(schema: object) -> bool:
@@ -120,8 +134,11 @@ def _has_all(one: dict, keyword: str) -> bool:
 
 
 def _counts_none(one: dict) -> bool:
-    """Whether no item has to be like `contains`."""
-    return "contains" not in one or one.get("minContains") == 0 and "maxContains" not in one
+    """Whether no item has to be like `contains`, or any item is."""
+    if "contains" not in one:
+        return True
+    most = 0 if not _is_any(one["contains"]) else one.get("minItems", 0)
+    return "maxContains" not in one and one.get("minContains", 1) <= most
 
 
 # When a keyword that the compiler lacks asks for nothing, given the schema that has it.

@@ -216,6 +216,9 @@ LIST = dict(type="array", items=NUMBER)
         unevaluatedItems=False), dict(type="array", prefixItems=[NUMBER], unevaluatedItems=False),
     CLOSED | dict(dependentRequired={}, dependentSchemas={}, dependencies={}), CLOSED | dict(
         required=["b"], dependentRequired=dict(a=["b"], x=[]), dependencies=dict(a=["b"], b={})),
+    dict(type="object", propertyNames=dict(type="string", enum=["a", "x"]), required=["x"],
+         additionalProperties=NUMBER), dict(CLOSED, propertyNames=dict(enum=["b", "x"])),
+    LIST | dict(contains=True, minItems=1), LIST | dict(contains={}, minContains=0),
     CLOSED | {"if": dict(required=["a"])}, CLOSED | {"then": False, "else": dict(required=["x"])},
     CLOSED | {"if": True, "then": {}, "else": dict(description="any")}, CLOSED | {"not": False},
     LIST | dict(minContains=3, maxContains=1), LIST | dict(contains=TEXT, minContains=0),
