@@ -278,7 +278,7 @@ class MultimodalInputs(InputProcessor):
             "chat_template": template_of(prompt)}, *args)
         found = request.prompt_token_ids.count(self.encoder.token_id)
         if found != (needed := sum(picture.num_tokens for picture in pictures)):
-            raise ValueError(f"the prompt has {found} placeholders (token "
+            raise MediaError(f"the prompt has {found} placeholders (token "
                              f"{self.encoder.token_id}), "
                              f"and its {len(pictures)} images stand for {needed}: write as many, "
                              "or one for each image")
@@ -451,7 +451,7 @@ class Multimodal(Extra):
             rows, most = self.config.max_num_seqs, self.config.max_num_batched_tokens
             longest = int((shown.runs[1] - shown.runs[0]).max()) + rows
             if longest > most:
-                raise ValueError(f"an image of {longest - rows + 1} tokens is computed in one step,"
+                raise MediaError(f"an image of {longest - rows + 1} tokens is computed in one step,"
                                  f" beside up to {rows - 1} other requests: raise "
                                  f"max_num_batched_tokens={most} to {longest}")
         request.made[self] = shown

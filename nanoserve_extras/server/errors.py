@@ -36,6 +36,9 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
          503: "overloaded_error"}  # by status
 HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"},
            413: {"connection": "close"}, 429: {"retry-after": "1"}}
+# Why JSON can't be read, where Python speaks of itself.
+UNREAD = {RecursionError: "it is nested too deep", UnicodeError: "it is no UTF-8",
+          ValueError: "a number has thousands of digits"}
 OURS = "an error of this server: its log says more"
 FORMS = "response_format", "text", "output_config", "output_format"  # in three languages
 
@@ -102,11 +105,12 @@ def add_errors(app: FastAPI) -> None:
     async def no_such_thing(http: Request, error: HTTPException):
         if isinstance(cause := error.__cause__, BadRequest):
             return await bad_request(http, cause)
-        if cause:  # no UTF-8, too deep, a number of thousands of digits
+        if cause:
             if coding := http.headers.get("content-encoding"):
                 return error_response(f"the body is in {coding:.80} (Content-Encoding), which is "
                                       "not read here: send it as it is", 415)
-            return error_response(f"the body can't be read as JSON: {words_of(cause):.200}")
+            why = next((why for kind, why in UNREAD.items() if isinstance(cause, kind)), "")
+            return error_response(f"the body can't be read as JSON: {why or words_of(cause):.200}")
         answer = error_response(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
         if error.status_code == 405:
             found = [route.methods for route in app.routes if route.matches(http.scope)[0]

@@ -284,7 +284,7 @@ class ResponsesBody(Language):
             raise BadRequest("reasoning: max_tokens must be a whole number of at least 0, got "
                              f"{budget!r:.80}", "reasoning")
         return dict(
-            messages=joined(self.turns()), parallel_tool_calls=self.parallel_tool_calls,
+            messages=self._messages(), parallel_tool_calls=self.parallel_tool_calls,
             tools=[dict(type="custom", custom=one) if one.get("type") == "custom" else
                    tool(one, one.get("parameters")) for one, _ in self._functions()],
             tool_choice=self.tool_choice, max_completion_tokens=self.max_output_tokens,
@@ -303,6 +303,12 @@ class ResponsesBody(Language):
     def _items(self) -> list[dict]:
         given = self.input
         return [dict(role="user", content=given)] if isinstance(given, str) else given
+
+    def _messages(self) -> list[dict]:
+        """Raises `BadRequest` where nothing is left for the model."""
+        if not (found := joined(self.turns())):
+            raise BadRequest("input: none of its items says anything to the model", "input")
+        return found
 
     def turns(self) -> Iterator[dict]:
         if self.instructions:

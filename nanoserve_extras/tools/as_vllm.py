@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 import nanoserve
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.frontend.command import command
-from nanoserve.frontend.vllm import BEST, in_our_words, nearest
+from nanoserve.frontend.vllm import BEST, UPDATE, in_our_words, nearest
 from nanoserve.llm import BUNDLED_MODEL, find_folder
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated
@@ -64,6 +64,9 @@ INSTEAD = {
     "logits_processor": "they are functions of a request here: use "
                         "SamplingParams(logits_processors=[f])",
     "envs": "options of LLM(...) say what vLLM's environment variables do"}
+INSTEAD |= dict.fromkeys(
+    ("WeightTransferConfig", "WeightTransferInitRequest", "WeightTransferUpdateRequest",
+     "NCCLWeightTransferEngine"), UPDATE)
 INSTEAD |= dict.fromkeys(
     ("CompilationConfig", "CompilationMode", "CUDAGraphMode", "AttentionConfig"),
     "leave it out: on a GPU decode steps are recorded as CUDA graphs by themselves")

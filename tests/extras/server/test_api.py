@@ -224,9 +224,13 @@ def test_the_place_of_what_is_wrong_is_told(server, path, fields, place):
 
 
 def test_bodies_that_are_no_json_objects_are_refused(server):
-    for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'"x"', b'{"prompt": NaN}',
-                 b"[" * 5000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"):
-        assert "error parsing" not in server.refusal(COMPLETIONS, body)["message"], body
+    for body, says in (
+            (b"", "the body"), (b"{", "character 1"), (b"[]", "the body"), (b"null", "the body"),
+            (b"\xff\xfe", "character"), (b'"x"', "the body"), (b"[" * 5000, "nested too deep"),
+            (b'{"prompt": "\xff"}', "no UTF-8"),
+            (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "thousands of digits")):
+        error = server.refusal(COMPLETIONS, body)["message"]
+        assert says in error and "error parsing" not in error, body
     error = server.refusal(COMPLETIONS, b'{"prompt": 00}')
     assert error["param"] is None and "character 12" in error["message"]  # no field's name
     for number in (b"Infinity", b"-1e400", b"NaN"):  # Python's JSON reads them, and writes them
