@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Container
 
 import torch
-from tokenizers import Regex, decoders, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
 from transformers import LlamaConfig
 
 from nanoserve.checkpoint.rope import make_rope
@@ -55,17 +55,22 @@ ROPE = re.compile(r"rope\.(freq_base(_swa)?|dimension_count|scale_linear|scaling
                   "attn_factor|original_context_length|finetuned|"
                   "yarn_(attn_factor|log_multiplier|beta_fast|beta_slow)))")
 TOKENIZER = re.compile(
-    r"tokenizer\.(ggml\.(model|pre|tokens|token_type|scores|merges|add_((bos|eos)_token|space_prefix)|"
+    r"tokenizer\.(ggml\.(model|pre|tokens|token_type|scores|merges|suppress_tokens|"
+    "add_((bos|eos)_token|space_prefix)|"
     "(bos|eos|eot|eom|unknown|seperator|padding|mask|cls|fim_...|prefix|suffix|middle)_token_id)|"
     r"chat_templates?|chat_template\..+|huggingface\.json)")
 SAMPLING = {f"general.sampling.{ours}": theirs for ours, theirs in dict(
     temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
     penalty_repeat="repetition_penalty").items()}
-# Control tokens that end a text by their spelling, as in llama.cpp.
-CONTROL = 3
+# Tokens that end a text by their spelling, as in llama.cpp, whatever type the file gives them: many
+# files of ChatML's fine-tunes call <|im_end|> a user's token, and another one EOS. Of the marks of
+# infilling, by what they are for, those that end one.
 ENDS = set("""<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
     <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance>
-    <eos> <turn|> <|tool_response>""".split())
+    <eos> <turn|> <|tool_response> <\uff5cend\u2581of\u2581sentence\uff5c> [e~[""".split())
+INFILLING = {"fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]".split(),
+             "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>".split(),
+             "fim_sep": ["<|file_sep|>"]}
 # Ways to split text before merging: by GPT-2's pattern, and as Llama 3, where a word of the
 # vocabulary needs no merges and BOS comes first.
 AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
@@ -235,29 +240,48 @@ def llama3(theta: float, factors) -> dict:
 
 
 def read_generation(entries: dict) -> dict:
-    """For generation_config.json: how to sample, and the tokens that end a text, which have a name
-    or are spelled like one."""
-    types = entries.get("tokenizer.ggml.token_type", [])
-    ends = {text: i for i, (text, kind) in enumerate(zip(
-        entries["tokenizer.ggml.tokens"], types, strict=False)) if kind == CONTROL and text in ENDS}
-    if {"<|return|>", "<|call|>"} <= ends.keys() or {"<|flush|>", "<|calls|>"} <= ends.keys():
+    """For generation_config.json: how to sample, the tokens that end a text, and those that never
+    come."""
+    sampling = {theirs: entries[name] for name, theirs in SAMPLING.items() if name in entries}
+    never = [int(i) for i in entries.get("tokenizer.ggml.suppress_tokens", ())]
+    return sampling | dict(eos_token_id=read_ends(entries) or None, suppress_tokens=never or None,
+                           do_sample=bool(sampling) or None)
+
+
+def read_ends(entries: dict) -> list[int]:
+    """The tokens that end a text: by name, or spelled like one."""
+    tokens = entries.get("tokenizer.ggml.tokens", [])
+    at = {text: i for i, text in enumerate(tokens)}
+
+    def named(name: str) -> int | None:
+        token_id = entries.get(f"tokenizer.ggml.{name}_token_id", len(tokens))
+        return token_id if token_id < len(tokens) else None
+
+    found = [*map(named, ("eos", "eot", "eom")), *sorted(at[text] for text in ENDS & at.keys())]
+    for name, spellings in INFILLING.items():
+        spelled = min((at[text] for text in spellings if text in at), default=None)
+        found.append(spelled if named(name) is None else named(name))
+    ends = {tokens[i]: i for i in found if i is not None}
+    if {"<|return|>", "<|call|>"} <= ends.keys() or (
+            "<|flush|>" in ends and {"<|call|>", "<|calls|>"} & ends.keys()):
         ends.pop("<|end|>", None)  # here it ends a message and not the turn
     if "<|tool_response>" in ends:
         ends.pop("</s>", None)
-    named = [entries.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-    ids = dict.fromkeys(i for i in (*named, *ends.values()) if i is not None)
-    sampling = {theirs: entries[name] for name, theirs in SAMPLING.items() if name in entries}
-    return sampling | dict(eos_token_id=list(ids) or None, do_sample=bool(sampling) or None)
+    return list(ends.values())
 
 
 def mend_tokenizer(tokenizer, entries: dict) -> None:
-    """What transformers passes over: llama.cpp's defaults, and that no space comes in front.
+    """What transformers passes over: llama.cpp's defaults, that ends are special tokens, and that
+    no space comes in front.
 
     Raises `ValueError` for a way to split text before merging that it doesn't know: it would take
     GPT-2's."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     kind, pre = (entries.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     backend = tokenizer.backend_tokenizer
+    backend.add_special_tokens([
+        AddedToken(entries["tokenizer.ggml.tokens"][i], special=True, normalized=False)
+        for i in read_ends(entries)])
     if kind == "gpt2" and pre in BY_DIGITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),

@@ -343,26 +343,38 @@ def test_what_has_no_place_is_named_and_nothing_is_written(tmp_path, capsys, row
     (["<s>", "</s>", "<x>", "<y>"], dict(eos=257, eot=258, eom=259), [257, 258, 259]),
     (["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<y>"], dict(eos=256), [256, 258]),
     (["<|start|>", "<|return|>", "<|call|>", "<|end|>"], dict(eos=257), [257, 258]),
-    (["<|x|>", "<|y|>", "<|z|>", "<|end|>"], {}, [259])])
-def test_tokens_that_end_a_text(special, named, ends):
-    """By name or by spelling; `<|end|>` of gpt-oss ends a message only, and a text is no token."""
-    entries = {"tokenizer.ggml.tokens": [*TOKENS[:256], *special, "<EOT>"],
-               "tokenizer.ggml.token_type": [1] * 256 + [3] * 4 + [1]}
-    assert read_generation(entries | {
-        f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()})["eos_token_id"] == ends
+    (["<|flush|>", "<|call|>", "<|end|>", "<y>"], dict(eos=258), [256, 257]),
+    (["<|tool_response>", "<turn|>", "</s>", "<eos>"], dict(eos=258), [256, 257, 259]),
+    (["<|x|>", "<|y|>", "<|z|>", "<|end|>"], dict(eos=10 ** 6), [259]),
+    (["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "[PAD]"], {}, [256, 257, 258]),
+    (["<fim-pad>", "<REPO>", "<x>", "<y>"], dict(fim_pad=258, fim_sep=259), [257, 258, 259]),
+    # The ends that llama.cpp prints (b11549) of SmolLM2's file, Gemma 3's and Qwen 2.5 Coder's
+    (["<|endoftext|>", "<|im_end|>", "<reponame>", "<file_sep>"], dict(eos=257), [256, 257, 258]),
+    (["<eos>", "<end_of_turn>", "</s>", "<pad>"], dict(eos=256), [256, 257, 258]),
+    (["</s>", "<|im_end|>", "<|fim_pad|>", "<|file_sep|>"], dict(eos=257), [256, 257, 258, 259])])
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_tokens_that_end_a_text(special, named, ends, kind):
+    """By name or by spelling, whatever type the file gives them: of two of these three files </s>
+    is a text. `<|end|>` of gpt-oss ends a message only."""
+    entries = {"tokenizer.ggml.tokens": [*TOKENS[:256], *special],
+               "tokenizer.ggml.token_type": [1] * 256 + [kind] * 4}
+    assert sorted(read_generation(entries | {
+        f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()})["eos_token_id"]) == ends
 
 
 def test_the_folder_has_all_ends_and_bos_as_llama_cpp_puts_it(tmp_path, capsys):
     folder = converted(tmp_path, "llama", network("llama"), {
         "tokenizer.ggml.eot_token_id": 259, "general.sampling.temp": 0.5, "other.tool": "it",
-        "general.sampling.top_k": 7, "general.sampling.mirostat": 2}, bos_token_id=256,
-        tokenizer_pre="llama-bpe")
+        "general.sampling.top_k": 7, "general.sampling.mirostat": 2,
+        "tokenizer.ggml.suppress_tokens": [5, 9]}, bos_token_id=256,
+        tokenizer_pre="llama-bpe", token_types=[1] * 256 + [3, 3, 4, 3, 1])
     assert "Passed over: other.tool, general.sampling.mirostat\n" in capsys.readouterr().out
     written = json.loads((folder / "generation_config.json").read_text())
     assert (written["temperature"], written["top_k"]) == (0.5, 7)
-    assert written["eos_token_id"] == [257, 259, 258]
+    assert written["eos_token_id"] == [257, 259, 258] and written["suppress_tokens"] == [5, 9]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer("ab<|im_end|>").input_ids == [256, 260, 258]  # Llama 3's need no flag for it
+    assert tokenizer.decode([260, 258], skip_special_tokens=True) == "ab"  # a user's by its type
 
 
 def words(pieces: list[str]) -> transformers.PreTrainedTokenizerBase:
