@@ -33,7 +33,6 @@ import transformers
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.frontend.rules import in_words
@@ -50,7 +49,8 @@ from nanoserve_extras.foreign.transformers_model import (
     load,
     refusal,
 )
-from nanoserve_extras.pooling.pooler import Pooler, read_modules
+from nanoserve_extras.pooling.pooler import Pooler
+from nanoserve_extras.pooling.sentence_files import is_reranker, longest_text, too_long
 
 # Positions of these begin behind that of padding: with a padding token of 1, at 2.
 ROBERTAS = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xmod",
@@ -203,13 +203,17 @@ def read_encoder(asked: EngineArgs, folder: Path, architecture: str,
     first = hf_config.pad_token_id + 1 if hf_config.model_type in ROBERTAS else 0
     config = describe(architecture, hf_config)
     longest = config.max_position_embeddings - first
-    limit = read_json(folder / "sentence_bert_config.json").get("max_seq_length") or longest
-    if type(limit) is not int or limit < 1:
-        raise ValueError(f"{folder / 'sentence_bert_config.json'}: max_seq_length={limit!r:.80} "
-                         "must be a whole number of at least 1")
+    if longest < 1:
+        raise refusal(architecture, f"config.json: max_position_embeddings="
+                      f"{config.max_position_embeddings} leaves no position behind pad_token_id="
+                      f"{hf_config.pad_token_id}")
+    entries = read_json(folder / "config.json", True) | (asked.hf_overrides or {})
+    limit = longest_text(folder, entries) or longest
+    if asked.max_model_len is not None and limit < asked.max_model_len <= longest:
+        raise ValueError(too_long(asked.max_model_len, limit))
     config = replace(config, pools=True, max_position_embeddings=min(limit, longest))
     separator = None
-    if classifies and getattr(hf_config, "type_vocab_size", 1) > 1:
+    if (classifies or is_reranker(folder)) and getattr(hf_config, "type_vocab_size", 1) > 1:
         tokenizer = load_tokenizer(tokenizer_folder(asked, folder), optional=True)
         separator = tokenizer and find_separator(architecture, hf_config.model_type, tokenizer)
     asked = replace(asked, runner="pooling", enable_prefix_caching=False,
@@ -245,9 +249,9 @@ def find_separator(architecture: str, kind: str, tokenizer) -> int | None:
 
 
 class EncoderPooler(Pooler):
-    """As `Pooler`, with sentence-transformers' Dense layers; classes come from the network."""
+    """As `Pooler`; classes come from the network."""
 
-    more_modules: ClassVar[tuple[str, ...]] = ("Dense",)
+    usual_type: ClassVar[str] = "CLS"  # as vLLM has it for BERT
     side: ClassVar[str] = "right"  # as sentence-transformers does it
 
     def __str__(self) -> str:
@@ -255,60 +259,22 @@ class EncoderPooler(Pooler):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Dense layers and a cross-encoder's head are for whole prompts: then no token tasks."""
-        return super().tasks[:1] if self.head or self.kind == "classify" else super().tasks
+        """A cross-encoder's head is for whole prompts: then no tokens' tasks."""
+        return super().tasks[:1] if self.kind == "classify" else super().tasks
 
 
 def make_pooler(options: PoolingOptions, overrides: dict, model_config: ModelConfig, folder: Path,
                 tokenizer) -> EncoderPooler:
-    """What the files say. Without sentence-transformers' files it is CLS, as vLLM has it for
-    BERT. Raises `ValueError` for what an encoder can't do."""
-    asked = options.pooler_config or {}
+    """What the files say. Raises `ValueError` for what an encoder can't do."""
     if options.convert not in ("auto", "embed", "classify"):
         raise ValueError(f"convert={options.convert!r} is not for encoders: leave it out")
-    if isinstance(asked, dict) and not (folder / "modules.json").exists():
-        options = replace(options, pooler_config={"pooling_type": "CLS"} | asked)
     pooler = EncoderPooler.of(options, overrides, model_config, folder, tokenizer)
     classifies = model_config.architecture.endswith(CLASSIFIES)
-    if (pooler.kind == "classify") != classifies:
-        raise ValueError(f"convert={options.convert!r}, but {model_config.architecture} "
-                         f"{'has' if classifies else 'has not'} a classifier: leave it out")
-    if classifies and pooler.pooling_type != "CLS":
-        raise ValueError(f"pooling_type={pooler.pooling_type!r}, but the head of "
+    if pooler.needs_head != classifies:
+        raise ValueError(f"{pooler} needs {'a' if pooler.needs_head else 'no'} classifier, and "
+                         f"{model_config.architecture} has {'one' if classifies else 'none'}: "
+                         f"leave convert={options.convert!r} out, or correct modules.json")
+    if classifies and pooler.pooling_types != ("CLS",):
+        raise ValueError(f"pooling_type={pooler.pooling_types[0]!r}, but the head of "
                          f"{model_config.architecture} takes CLS: leave it out")
-    if not classifies:
-        pooler.head = read_dense(folder)
-    elif (name := cross_encoder_activation(folder)) is not None:
-        pooler.activation = name
     return pooler
-
-
-def read_dense(folder: Path) -> nn.Module | None:
-    """The Dense modules of modules.json, in float32; None where there are none."""
-    layers: list[nn.Module] = []
-    for part in (part for kind, part in read_modules(folder) if kind == "Dense"):
-        tensors = {name: tensor.float() for _, name, tensor in stored_tensors(part)}
-        name = read_json(part / "config.json").get("activation_function", "Tanh")
-        name = str(name).rpartition(".")[2]
-        if name not in ("Tanh", "Identity", "ReLU", "GELU", "Sigmoid") or (
-                "linear.weight" not in tensors):
-            raise ValueError(f"{part}: a Dense layer with {name} and {', '.join(tensors)} is not "
-                             "supported")
-        outputs, inputs = tensors["linear.weight"].shape
-        layers += [nn.Linear(inputs, outputs, "linear.bias" in tensors), getattr(nn, name)()]
-        layers[-2].load_state_dict({name.removeprefix("linear."): tensor
-                                    for name, tensor in tensors.items()})
-    return nn.Sequential(*layers).requires_grad_(False) if layers else None
-
-
-def cross_encoder_activation(folder: Path) -> str | None:
-    """The activation that config.json names for sentence-transformers; None if it names none."""
-    entries = read_json(folder / "config.json")
-    given = (entries.get("sentence_transformers") or {}).get("activation_fn") or entries.get(
-        "sbert_ce_default_activation_function")
-    names = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
-    name = str(given).rpartition(".")[2]
-    if given and name not in names:
-        raise ValueError(f"config.json: the activation {given!r} is not supported: choose one of "
-                         f"{', '.join(names)}")
-    return names.get(name)

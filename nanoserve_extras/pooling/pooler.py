@@ -8,19 +8,19 @@
     ...ForCausalLM, with        classify    rows of the LM head: a reranker   sigmoid
       classifier_from_token                 that answers "yes" or "no"
 
-A `Pooler` is read from a checkpoint's files: the architecture's name, `config.json`, and
-`modules.json` with `1_Pooling` where sentence-transformers wrote them. The user may overrule them
-(`convert`, `pooler_config`). The `Pooler` is sent to all ranks. On each of them `replace_head` puts
-its head in the LM head's place, so that the loader fills the head like any other module and checks
-that nothing is missing.
+A `Pooler` is read from a checkpoint's files: the architecture's name, `config.json`, and what
+sentence-transformers wrote beside them (sentence_files.py), whose modules stand before and behind
+the pooling. The user may overrule them (`convert`, `pooler_config`). The `Pooler` is sent to all
+ranks. On each of them `replace_head` puts its head in the LM head's place, so that the loader fills
+the head like any other module and checks that nothing is missing.
 
-Invariant: what would change the numbers and is not implemented (attention that looks ahead, dense
-layers behind the pooling) is refused by name. Heads compute in float32 whatever the model does.
+Invariant: what would change the numbers and is not implemented (attention that looks ahead) is
+refused by name. From the hidden states on all is float32, whatever the model computes in: sums over
+positions, modules, heads.
 
 Only rank 0 pools: each rank has the hidden states, and the others need not know.
 """
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -29,21 +29,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.checkpoint.model_config import ModelConfig, inside, read_json
+from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.frontend import rules
-from nanoserve.frontend.rules import in_words, option
+from nanoserve.frontend.rules import option
 from nanoserve.frontend.vllm import takes_vllms_words
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
 from nanoserve_extras.engine_args import PoolingOptions
+from nanoserve_extras.pooling.sentence_files import (
+    POOLING_TYPES,
+    SentenceModel,
+    longest_text,
+    read_sentence_model,
+)
 
-POOLING_TYPE = rules.choice("CLS", "LAST", "MEAN", "ALL")
+POOLING_TYPE = rules.choice(*POOLING_TYPES.values(), "ALL")
 # The tasks of a model by its kind; the first is the default of a request.
 TASKS = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_classify"),
          "reward": ("token_classify",)}
-ACTIVATIONS = {"identity": lambda x: x, "softmax": lambda x: x.softmax(-1),
-               "sigmoid": torch.sigmoid}
 HEADS = ("lm_head.", "score.")  # heads that a checkpoint may have and that may be unused
+# Of two texts' vectors, row by row; the nearer the texts, the larger.
+SIMILARITIES = {
+    "cosine": lambda a, b: F.cosine_similarity(a, b, dim=-1),
+    "dot": lambda a, b: (a * b).sum(-1),
+    "euclidean": lambda a, b: -(a - b).norm(dim=-1),
+    "manhattan": lambda a, b: -(a - b).abs().sum(-1)}
 
 
 @takes_vllms_words("PoolerConfig", "pooling")
@@ -67,9 +77,12 @@ class Pooler:
 
     kind: str  # "embed", "classify" or "reward"
     task: str = field(init=False)  # a request's, if it names none
-    pooling_type: str
+    pooling_types: tuple[str, ...]  # of several the vectors are joined
     use_activation: bool
-    activation: str = "identity"  # for a head's numbers; embeddings are normalised
+    width: int  # of an embedding
+    files: SentenceModel = field(default_factory=SentenceModel)  # sentence-transformers'
+    longest: int | None = None  # tokens of a text, where these files say it
+    activation: nn.Module = field(default_factory=nn.Identity)  # embeddings are normalised instead
     num_labels: int = 0
     labels: dict[str, str] = field(default_factory=dict)  # names of classes, by index
     dimensions: int | None = None
@@ -78,10 +91,8 @@ class Pooler:
     subtract: bool = False  # ... or, of two, the second less the first
     tied: bool = False  # they are rows of the embedding
     unused: tuple[str, ...] = HEADS  # tensors that are passed over
-    head: nn.Module | None = None  # this rank's, in float32; of an encoder, its Dense layers
-    prompts: dict[str, str] = field(default_factory=dict)  # beginnings of texts, by name
-    default_prompt: str | None = None  # the name that is used where none is given
-    more_modules: ClassVar[tuple[str, ...]] = ()  # sentence-transformers' kinds, read elsewhere
+    head: nn.Module | None = None  # this rank's, in float32, of the checkpoint's own tensors
+    usual_type: ClassVar[str] = "LAST"  # where no file says another
     side: ClassVar[str] = "left"  # at which a prompt that is too long is cut, as in vLLM
 
     @classmethod
@@ -96,34 +107,41 @@ class Pooler:
             asked = PoolerConfig(**asked or {})
         if not isinstance(asked, PoolerConfig):
             raise ValueError(f"pooler_config must be a dict or a PoolerConfig, got {asked!r}")
-        meant = _read_sentence_transformer(folder, cls.more_modules)
+        files = read_sentence_model(folder, entries, model_config.hidden_size)
         pooler = cls(
-            kind=_find_kind(options.convert, model_config.architecture, entries),
-            pooling_type=asked.pooling_type or meant.pooling_type or "LAST", use_activation=True,
-            dimensions=asked.dimensions, tied=model_config.tie_word_embeddings,
-            matryoshka=entries.get("matryoshka_dimensions") or bool(entries.get("is_matryoshka")))
-        if pooler.kind == "embed":
-            pooler.use_activation = meant.use_activation is not False
-        else:
-            pooler._read_head(entries, tokenizer)
+            kind=_find_kind(options.convert, model_config.architecture, entries, files),
+            pooling_types=_find_types(asked.pooling_type, files) or (cls.usual_type,),
+            use_activation=True, width=files.width or model_config.hidden_size, files=files,
+            longest=longest_text(folder, entries), tied=model_config.tie_word_embeddings,
+            dimensions=asked.dimensions, matryoshka=entries.get("matryoshka_dimensions") or bool(
+                entries.get("is_matryoshka") or files.truncate_dim))
+        if pooler.kind != "embed":
+            pooler._read_head(entries, tokenizer, model_config.vocab_size)
+        elif files.kind is not None:
+            pooler.use_activation = files.normalises
         if asked.use_activation is not None:
             pooler.use_activation = asked.use_activation
-        pooler.check_dimensions(asked.dimensions, model_config.hidden_size)
+        pooler.check_dimensions(asked.dimensions)
+        if not pooler.tasks:
+            raise ValueError("pooling_type='ALL', but modules.json has modules for whole texts "
+                             "behind the pooling: leave it out")
         pooler.task = asked.task or pooler.tasks[0]
         if pooler.task not in pooler.tasks:
             raise ValueError(f"task={asked.task!r} is not one of this model's, which are "
                              f"{', '.join(pooler.tasks)}: see the option convert")
-        pooler.prompts, pooler.default_prompt = _read_prompts(folder)
         return pooler
 
-    def _read_head(self, entries: dict, tokenizer) -> None:
+    def _read_head(self, entries: dict, tokenizer, vocab_size: int) -> None:
         self.labels = entries.get("id2label") or {}
         labels = entries.get("num_labels") or len(self.labels)
         # Two are transformers' default. Qwen's reward models have one, whatever their config says.
         judges_steps = str(entries.get("architectures")).count("ForProcessRewardModel")
         self.num_labels = 1 if self.kind == "reward" and not judges_steps else labels or 2
-        if words := entries.get("classifier_from_token"):
-            self.token_ids = _token_ids(words, tokenizer)
+        if self.files.pooling_types:  # its modules are the head
+            self.num_labels = self.width
+        elif self.files.token_ids:
+            self._read_rows(self.files.token_ids, len(self.files.token_ids) == 2, vocab_size)
+        elif words := entries.get("classifier_from_token"):
             method = entries.get("method") or (
                 "from_2_way_softmax" if entries.get("is_original_qwen3_reranker")
                 else "no_post_processing")
@@ -132,37 +150,54 @@ class Pooler:
                 raise ValueError(f"config.json: method={method!r} with classifier_from_token="
                                  f"{words!r}: use from_2_way_softmax with two tokens, or "
                                  "no_post_processing")
-            self.subtract = method == "from_2_way_softmax"
-            self.num_labels = 1 if self.subtract else len(words)
+            self._read_rows(_token_ids(words, tokenizer), method == "from_2_way_softmax",
+                            vocab_size)
         kept = "lm_head." if self.token_ids and not self.tied else "score."
-        self.unused = tuple(name for name in HEADS if name != kept)
-        self.activation = {
-            "regression": "identity", "multi_label_classification": "sigmoid"}.get(
-                entries.get("problem_type"), "sigmoid" if self.num_labels == 1 else "softmax")
+        if not self.files.pooling_types:
+            self.unused = tuple(name for name in HEADS if name != kept)
+        problem = entries.get("problem_type")
+        one = self.num_labels == 1 or problem == "multi_label_classification"
+        self.activation = nn.Identity() if problem == "regression" else (
+            nn.Sigmoid() if one else nn.Softmax(-1))
+        if self.files.activation is not None:
+            self.activation = self.files.activation
         # A reward is no probability, unless somebody asks for one; as in vLLM.
         if self.kind == "reward" and not judges_steps:
-            self.activation, self.use_activation = "sigmoid", False
+            self.activation, self.use_activation = nn.Sigmoid(), False
+
+    def _read_rows(self, token_ids: list[int], subtract: bool, vocab_size: int) -> None:
+        if max(token_ids) >= vocab_size:
+            raise ValueError(f"the scores are those of the tokens {token_ids}, and the vocabulary "
+                             f"has {vocab_size}: correct LogitScore's config.json")
+        self.token_ids, self.subtract = token_ids, subtract
+        self.num_labels = 1 if subtract else len(token_ids)
 
     def __str__(self) -> str:
-        return f"pooling {self.pooling_type} to {self.kind}"
+        return f"pooling {' and '.join(self.pooling_types)} to {self.kind}"
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        tasks = TASKS[self.kind]
-        return tasks[-1:] if self.pooling_type == "ALL" else tasks
+        """Modules behind the pooling are for whole prompts: then there are no tokens' tasks."""
+        tasks = TASKS[self.kind][:1] if len(self.files.on_vectors) else TASKS[self.kind]
+        return tuple(one for one in tasks if one.startswith("token_")
+                     or self.pooling_types != ("ALL",))
 
-    def begin(self, prompt: str | dict | list, name: str | None) -> str | dict | list:
-        """The prompt with the text of `name` in front ("query": "search for: "). Raises
-        `ValueError` for a name that the model does not have, or a prompt without a text."""
+    @property
+    def needs_head(self) -> bool:
+        """Whether the network has one of its own tensors; modules.json may bring another."""
+        return self.kind != "embed" and not self.files.pooling_types
+
+    def beginning(self, text: str | None, name: str | None) -> str:
+        """What the texts of this name begin with ("query": "search for: "). Raises `ValueError` for
+        a name that the model does not have, or a prompt without a text."""
         if name is None:
-            return prompt
-        if name not in self.prompts:
+            return ""
+        if name not in self.files.prompts:
             raise ValueError(f"prompt_name={name!r} is not one of this model's, which are "
-                             f"{', '.join(self.prompts) or 'none'}")
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if not isinstance(text, str):
-            raise ValueError(f"prompt_name={name!r} needs texts, got {prompt!r:.80}")
-        return self.prompts[name] + text
+                             f"{', '.join(self.files.prompts) or 'none'}")
+        if text is None and self.files.prompts[name]:
+            raise ValueError(f"prompt_name={name!r} needs texts, got token ids")
+        return self.files.prompts[name]
 
     def reads_pairs(self, first: list, second: list) -> bool:
         """Whether a score is made of both texts as one prompt; else it is the cosine of two
@@ -175,7 +210,11 @@ class Pooler:
                              f"one class: its tasks are {', '.join(self.tasks)}")
         return "embed" not in self.tasks
 
-    def check_dimensions(self, dimensions: int | None, hidden_size: int) -> None:
+    def similarity(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Of embeddings, row by row: (n, width) twice -> (n,)"""
+        return SIMILARITIES[self.files.similarity](first, second)
+
+    def check_dimensions(self, dimensions: int | None) -> None:
         """A prefix of an embedding means something only where the model was trained for it."""
         if dimensions is None:
             return
@@ -187,16 +226,16 @@ class Pooler:
                              "model supports it (is_matryoshka, matryoshka_dimensions): if it "
                              'does, say so with hf_overrides={"is_matryoshka": True}')
         choices = self.matryoshka if isinstance(self.matryoshka, list) else None
-        if dimensions > hidden_size or (choices and dimensions not in choices):
+        if dimensions > self.width or (choices and dimensions not in choices):
             raise ValueError(f"dimensions={dimensions} is not supported: choose "
-                             f"{f'one of {choices}' if choices else f'at most {hidden_size}'}")
+                             f"{f'one of {choices}' if choices else f'at most {self.width}'}")
 
     # ---------------------------------------------- on a rank, for the runner
 
     def replace_head(self, model: Decoder, on: Placement) -> None:
         """Put the head in the LM head's place, before weights are loaded. Every rank has the whole
         head: it's small, and only rank 0 uses it."""
-        if self.kind == "embed":
+        if not self.needs_head:
             return model.take_head("lm_head", None)
         on, stream = replace(on, dtype=torch.float32), model.config.hidden_size
         if self.token_ids:
@@ -212,18 +251,27 @@ class Pooler:
         """In the sampler's place. hidden: (samples + prompt positions, hidden_size)."""
         return PooledStep(hidden[:num_samples], hidden[num_samples:])
 
+    def read(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(n, hidden_size) -> (n, numbers) in float32: the modules before the pooling."""
+        return self.files.on_tokens.to(hidden.device)(_finite(hidden.float()))
+
     def finish(self, vectors: torch.Tensor, activate: bool,
                dimensions: int | None = None) -> torch.Tensor:
-        """(n, hidden_size) -> (n, numbers), in float32: head and activation. dimensions: of an
-        embedding, the first so many, normalised again."""
-        x = vectors.float()
-        if self.head is not None:
-            x = self.head.to(x.device)(x)
-        x = x + 0 * x  # infinity becomes NaN, which no activation makes a number of
-        if self.kind == "embed":
-            x = x[:, :dimensions]
-            return F.normalize(x, dim=-1) if activate else x
-        return ACTIVATIONS[self.activation](x) if activate else x
+        """What was pooled, (n, numbers) in float32, through modules, head and activation.
+        dimensions: of an embedding, the first so many, normalised again."""
+        x = vectors if self.head is None else self.head.to(vectors.device)(vectors)
+        x = _finite(self.files.on_vectors.to(x.device)(x))
+        if self.kind != "embed":
+            return self.activation(x) if activate else x
+        if dimensions is None:  # the files' own cut comes behind all
+            return (F.normalize(x, dim=-1) if activate else x)[:, :self.files.truncate_dim]
+        x = x[:, :dimensions]
+        return F.normalize(x, dim=-1) if activate else x
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    """Infinity becomes NaN, which no activation makes a number of."""
+    return x + 0 * x
 
 
 class TokenRows(nn.Module):
@@ -284,41 +332,89 @@ class PooledStep:
         return [None] * len(self.last), dict(enumerate(self.last)), self.positions
 
 
+# ------------------------------------------------------- what is kept of a text's positions
+
+
+class First:
+    """CLS. `add` gets hidden states (n, numbers) and the position of the first one."""
+
+    vector: torch.Tensor | None = None
+
+    def add(self, vectors: torch.Tensor, start: int) -> None:
+        if self.vector is None and len(vectors):
+            self.vector = vectors[:1]
+
+    def result(self) -> torch.Tensor:
+        """(1, numbers)"""
+        return self.vector
+
+
+class Largest(First):
+    """MAX, number by number."""
+
+    def add(self, vectors: torch.Tensor, start: int) -> None:
+        kept = [vectors] if self.vector is None else [self.vector, vectors]
+        self.vector = torch.cat(kept).amax(0, keepdim=True)
+
+
+class Mean(First):
+    """A running sum: the hidden states are not kept."""
+
+    total = 0.0  # of the positions' weights
+
+    def weights(self, start: int, count: int) -> torch.Tensor:
+        return torch.ones(count)
+
+    def add(self, vectors: torch.Tensor, start: int) -> None:
+        weights = self.weights(start, len(vectors))
+        part = (vectors * weights.to(vectors.device)[:, None]).sum(0, keepdim=True)
+        self.vector = part if self.vector is None else self.vector + part
+        self.total += weights.sum().item()  # a tensor of the host
+
+    def result(self) -> torch.Tensor:
+        return self.vector / self.total
+
+
+class MeanOfRoots(Mean):
+    """MEAN_SQRT: with 9 tokens the sum over 3."""
+
+    def result(self) -> torch.Tensor:
+        return self.vector / self.total ** 0.5
+
+
+class WeightedMean(Mean):
+    """The third position counts three times, say."""
+
+    def weights(self, start: int, count: int) -> torch.Tensor:
+        return torch.arange(start + 1.0, start + count + 1)
+
+
+POOLS: dict[str, type[First]] = {"CLS": First, "MAX": Largest, "MEAN": Mean,
+                                 "MEAN_SQRT": MeanOfRoots, "WEIGHTED_MEAN": WeightedMean}
+
+
 # ------------------------------------------------------- reading a checkpoint
 
 
-def read_modules(folder: Path) -> list[tuple[str, Path]]:
-    """sentence-transformers' `modules.json`: each module's class and its folder. [] where there is
-    no such file. Raises `ValueError` for a file that says something else."""
-    file = folder / "modules.json"
-    if not file.exists():
-        return []
-    with in_words(f"{file} can't be read"):
-        modules = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(modules, list) or not all(
-            isinstance(one, dict) and isinstance(one.get("type"), str)
-            and isinstance(one.get("path"), str) for one in modules):
-        raise ValueError(f"{file} must list modules, each with a type and a path, got "
-                         f"{modules!r:.80}")
-    return [(one["type"].rpartition(".")[2], inside(folder, one["path"])) for one in modules]
+def _find_types(asked: str | None, files: SentenceModel) -> tuple[str, ...]:
+    """() where nobody says it."""
+    if asked is None:
+        return files.pooling_types
+    if len(files.pooling_types) > 1:
+        raise ValueError(f"pooling_type={asked!r}, but modules.json joins "
+                         f"{', '.join(files.pooling_types)}: leave it out")
+    return (asked,)
 
 
-def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
-    """The beginnings of texts by name, and the name that is used where none is given."""
-    file = folder / "config_sentence_transformers.json"
-    entries = read_json(file)
-    prompts, default = entries.get("prompts") or {}, entries.get("default_prompt_name")
-    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise ValueError(f"{file}: prompts={prompts!r:.80} must give a text for each name")
-    if default is not None and (not isinstance(default, str) or default not in prompts):
-        raise ValueError(f"{file}: default_prompt_name={default!r:.80} is none of its prompts")
-    return prompts, default
-
-
-def _find_kind(convert: str, architecture: str, entries: dict) -> str:
+def _find_kind(convert: str, architecture: str, entries: dict, files: SentenceModel) -> str:
     if convert == "none" and architecture.endswith("ForCausalLM"):
         raise ValueError(f"convert='none', but {architecture} generates: to pool with it use "
                          "convert='embed' or 'classify'")
+    if files.kind is not None:
+        if convert not in ("auto", "none", files.kind):
+            raise ValueError(f"convert={convert!r}, but the modules of modules.json are there to "
+                             f"{files.kind}: leave it out")
+        return files.kind
     if convert in TASKS:
         return convert
     if architecture.endswith(("ForRewardModel", "ForRewardModeling", "ForProcessRewardModel")):
@@ -338,43 +434,3 @@ def _token_ids(words: list[str], tokenizer) -> list[int]:
         if token_id is None or token_id == tokenizer.unk_token_id:
             raise ValueError(f"classifier_from_token={words!r}: {word!r} is no token")
     return ids
-
-
-def _read_sentence_transformer(folder: Path, more: tuple[str, ...]) -> PoolerConfig:
-    """What `modules.json` and the pooling module's file say; an empty config where there is none.
-    Embeddings are normalised if there is a module for it. more: modules that others read."""
-    if not (modules := read_modules(folder)):
-        return PoolerConfig()
-    meant = PoolerConfig(use_activation=False)
-    text = folder / "sentence_bert_config.json"
-    if read_json(text).get("do_lower_case"):
-        raise ValueError(f"{text}: do_lower_case=True is not supported: leave it to the tokenizer")
-    for kind, part in modules:
-        if kind == "Normalize":
-            meant.use_activation = True
-        elif kind == "Pooling":
-            meant.pooling_type = _read_pooling(part, any(_read_prompts(folder)[0].values()))
-        elif kind not in ("Transformer", *more):
-            raise ValueError(f"{folder / 'modules.json'}: the module {kind} is not supported")
-        elif kind == "Dense" and meant.use_activation:
-            raise ValueError(f"{folder / 'modules.json'}: Dense behind Normalize is not supported")
-    return meant
-
-
-def _read_pooling(part: Path, has_prompts: bool) -> str:
-    """The pooling module's type. Raises `ValueError` for another one than ours, or several."""
-    entries = read_json(part / "config.json", True)
-    modes = [name for name, on in entries.items()
-             if name.startswith("pooling_mode_") and on is True]
-    modes = modes or [f"pooling_mode_{entries.get('pooling_mode')}"]
-    known = {"pooling_mode_cls_token": "CLS", "pooling_mode_cls": "CLS",
-             "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN",
-             "pooling_mode_mean": "MEAN"}
-    if len(modes) != 1 or modes[0] not in known:
-        raise ValueError(f"{part}: {', '.join(modes)} is not supported: "
-                         f"one of {', '.join(known)} is")
-    pooling_type = known[modes[0]]
-    if pooling_type == "MEAN" and has_prompts and entries.get("include_prompt", True) is not True:
-        raise ValueError(f"{part}: include_prompt={entries['include_prompt']!r} is not supported: "
-                         "the mean is that of all tokens, the prompt's included")
-    return pooling_type

@@ -6,8 +6,9 @@ hidden states of the positions that were asked for:
 
     prompt     t0   t1   t2 | t3   t4              two chunks, two steps
     CLS        h0                                  ─┐
-    LAST                           h4               ├─► head, activation (pooler.py) ─► output
-    MEAN      (h0 + h1 + h2) + (h3 + h4), over 5    │
+    LAST                           h4               │
+    MEAN      (h0 + h1 + h2) + (h3 + h4), over 5    ├─► head, activation (pooler.py) ─► output
+    MAX        the largest of h0 ... h4, by number  │
     ALL        h0   h1   h2   h3   h4              ─┘   each one by itself
 
 Those positions are `prompt_logprob_positions`, which the core has anyway. A pooled sequence gets
@@ -26,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from tokenizers import normalizers
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
@@ -43,7 +44,8 @@ from nanoserve.frontend.rules import in_words, option
 from nanoserve.frontend.vllm import takes_vllms_words
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve_extras.engine_args import PoolingOptions
-from nanoserve_extras.pooling.pooler import Pooler
+from nanoserve_extras.pooling.pooler import POOLS, First, Pooler
+from nanoserve_extras.pooling.sentence_files import too_long
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
 LENGTH = rules.Rule("a whole number of at least 1, or -1: as many tokens as fit",
@@ -119,15 +121,17 @@ class PoolingRequest(Request):
     """A request of one sequence, and what is known of its vector; params: `PoolingParams`."""
 
     pooler: Pooler
+    num_skipped: int = 0  # positions of what the text begins with, which aren't pooled
     num_seen: int = 0  # positions that were taken into account
-    seen: list[torch.Tensor] = field(default_factory=list)  # (n, numbers) each
+    seen: list[torch.Tensor] = field(default_factory=list)  # ALL: (n, numbers) each
+    pools: dict[str, First] = field(default_factory=dict)  # by pooling type
     result: torch.Tensor | None = None
     error: str | None = None
     dtype: str  # of the engine, for the error
 
     @property
-    def pooling_type(self) -> str:
-        return "ALL" if self.params.task.startswith("token_") else self.pooler.pooling_type
+    def pooling_types(self) -> tuple[str, ...]:
+        return ("ALL",) if self.params.task.startswith("token_") else self.pooler.pooling_types
 
     @property
     def history(self) -> "PoolingRequest":
@@ -140,7 +144,8 @@ class PoolingRequest(Request):
                            self.stats.arrival_time, self.max_num_tokens,
                            adapter_id=self.adapter_id, root=salted(self.root, self.cache_salt))
         # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
-        num_pooled = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
+        needed = {"LAST": 0, "CLS": self.num_skipped + 1}
+        num_pooled = max(needed.get(kind, len(ids)) for kind in self.pooling_types)
         self.sequences = [Sequence(core, list(ids), num_prompt_logprobs=num_pooled)]
         self.num_read = [len(ids)]
         return self.sequences
@@ -149,27 +154,27 @@ class PoolingRequest(Request):
         """Hidden states from a finished step. After a preemption they start at position 0 again."""
         if positions.start == 0:
             self.num_seen, self.seen = 0, []
+            self.pools = {kind: POOLS[kind]() for kind in self.pooling_types if kind in POOLS}
         assert positions.start == self.num_seen, (
             f"request {self.request_id} has seen {self.num_seen} positions, now gets {positions}")
-        if self.pooling_type == "MEAN":  # a running sum: the hidden states are not kept
-            vectors = vectors.float().sum(0, keepdim=True)
-            self.seen = [self.seen[0] + vectors] if self.seen else [vectors]
-        elif self.pooling_type == "ALL":  # each by itself, and off the device
+        vectors = self.pooler.read(vectors)
+        if self.pooling_types == ("ALL",):  # each by itself, and off the device
             self.seen.append(self._finish(vectors))
-        else:
-            self.seen = [vectors]
+        start = max(positions.start, self.num_skipped)
+        if start < positions.stop:
+            for pool in self.pools.values():
+                pool.add(vectors[start - positions.start:], start)
         self.num_seen = positions.stop
 
     def add_tokens(self, seq: Sequence, last: list[torch.Tensor]) -> None:
         """The prompt is complete, and no token came. last: (hidden_size,), of its last position."""
-        if self.pooling_type == "ALL":
+        if self.pooling_types == ("ALL",):
             self.result = torch.cat(self.seen)
         else:
-            vector = last[0][None] if self.pooling_type == "LAST" else self.seen[0]
-            if self.pooling_type == "MEAN":
-                vector = vector / self.num_seen
-            self.result = self._finish(vector)[0]
-        self.seen = []
+            parts = [self.pooler.read(last[0][None]) if kind == "LAST" else
+                     self.pools[kind].result() for kind in self.pooling_types]
+            self.result = self._finish(torch.cat(parts, 1))[0]
+        self.seen, self.pools = [], {}
         if not self.result.isfinite().all():
             self.result, self.error = None, (f"request {self.request_id}: "
                                              + no_numbers("its result", self.dtype))
@@ -214,12 +219,21 @@ class Pooling(Extra):
                            plan.folder, plan.tokenizer)
         parts = replace(plan.parts, pooler=self.pooler)
         if parts.make_network is not None and plan.make_pooler is None:
-            if self.pooler.kind != "embed":
+            if self.pooler.needs_head:
                 raise ValueError(f"{plan.model_config.architecture} is {plan.network}', and a "
                                  "decoder of theirs pools to embeddings alone: use convert='embed'")
             parts = replace(parts, make_network=partial(make_headless, parts.make_network))
-        return replace(plan, parts=parts,
+        return replace(plan, parts=parts, config=self._shortened(plan),
                        make_inputs=partial(PoolingInputs, self.pooler))
+
+    def _shortened(self, plan: Plan) -> EngineConfig:
+        """With the `max_model_len` that sentence-transformers' files say."""
+        config, longest = plan.config, self.pooler.longest
+        if longest is None or config.max_model_len <= longest:
+            return config
+        if config.max_model_len != plan.model_config.max_position_embeddings:
+            raise ValueError(too_long(config.max_model_len, longest))
+        return replace(config, max_model_len=longest)
 
     # ------------------------------------------------------ offline batches
 
@@ -269,8 +283,8 @@ class Pooling(Extra):
         """How well texts go together, pair by pair, as `ScoringOutput`.
 
         data_1: a query, or one for each of data_2. An embedding model's score is the cosine of two
-        embeddings; a reranker reads both texts at once, behind each other or in a `chat_template`
-        with a "query" and a "document".
+        embeddings, or what its files name (dot, euclidean, manhattan); a reranker reads both texts
+        at once, behind each other or in a `chat_template` with a "query" and a "document".
         """
         first, second = as_list(data_1), as_list(data_2)
         if not self.pooler.reads_pairs(first, second):
@@ -299,7 +313,7 @@ class Pooling(Extra):
         return [PoolingRequestOutput(
             f"{a.request_id}_{b.request_id}",
             None if a.outputs is None or b.outputs is None else ScoringOutput(
-                F.cosine_similarity(a.outputs.data, b.outputs.data, dim=0).item()),
+                self.pooler.similarity(a.outputs.data, b.outputs.data).item()),
             a.prompt_token_ids + pad + b.prompt_token_ids,
             a.num_cached_tokens + b.num_cached_tokens)
             for a, b in zip(queries, documents, strict=True)]
@@ -311,6 +325,22 @@ class PoolingInputs(InputProcessor):
     def __init__(self, pooler: Pooler, config: EngineConfig, model_config: ModelConfig, tokenizer):
         super().__init__(config, model_config, tokenizer)
         self.pooler = pooler
+        if pooler.files.lowers:
+            lower(tokenizer)
+        self.own_limit = self._own_limit()
+
+    def _own_limit(self) -> int | None:
+        """At how many tokens a text is cut that asks for nothing; None: then it is refused.
+
+        Files say so that name a length for an encoder (max_seq_length), and a tokenizer's that have
+        an entry for cutting. A lower max_model_len is the user's: what is longer is refused.
+        """
+        files, given = self.pooler.files, getattr(self.tokenizer, "init_kwargs", {})
+        cuts = files.longest is not None and self.pooler.side == "right" or (
+            files.kind is not None and "truncation_strategy" in given)
+        limit = min(self.pooler.longest or self.model_config.max_position_embeddings,
+                    self.model_config.max_position_embeddings)
+        return limit if cuts and limit <= self.config.max_model_len else None
 
     def process(self, request_id: str, prompt: Prompt, params: PoolingParams | None,
                 priority: int = 0, lora_request: object = None) -> PoolingRequest:
@@ -324,24 +354,60 @@ class PoolingInputs(InputProcessor):
             raise ValueError(f"task={task!r} is not one of this model's, which are "
                              f"{', '.join(self.pooler.tasks)}: see the options convert and "
                              "pooler_config")
-        self.pooler.check_dimensions(params.dimensions, self.model_config.hidden_size)
+        self.pooler.check_dimensions(params.dimensions)
         use = params.use_activation
         params = replace(params, task=task,
                          dimensions=params.dimensions or self.pooler.dimensions,
                          use_activation=self.pooler.use_activation if use is None else use)
-        salt, name = salt_of(prompt), None
-        if task.endswith("embed"):
-            name = params.prompt_name or self.pooler.default_prompt
-        text, ids = self.read_prompt(self.pooler.begin(prompt, name))
-        ids = self._truncate(text, ids, params, self.pooler.prompts.get(name, ""))
+        begin, salt = self._begin(prompt, params), salt_of(prompt)
+        if (text := text_of(prompt)) is not None:
+            prompt = (prompt if isinstance(prompt, dict) else {}) | {
+                "prompt": begin + text, "prompt_token_ids": self._ids(begin, text)}
+        text, ids = self.read_prompt(prompt)
+        ids = self._truncate(text, ids, params, begin)
         return PoolingRequest(request_id, text, ids, params, priority, len(ids), frozenset(),
                               frozenset(), [], None, lora_request, salt, pooler=self.pooler,
-                              dtype=self.config.dtype,
+                              num_skipped=self._num_skipped(begin, ids), dtype=self.config.dtype,
                               stats=RequestStateStats(arrival_time=time.time()))
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Not yet, where `process` may put another text in front."""
-        return prompts if self.pooler.prompts else super().tokenize(prompts)
+        """Not yet, where `process` may put another text around."""
+        files = self.pooler.files
+        return prompts if files.prompts or files.template is not None else super().tokenize(prompts)
+
+    def _begin(self, prompt: Prompt, params: PoolingParams) -> str:
+        """What the text begins with. Of token ids with a text, as `pair` makes them, it is in front
+        already. Raises `ValueError`."""
+        name, text = params.prompt_name or self.pooler.files.default_prompt, text_of(prompt)
+        if text is not None or params.task.endswith("embed"):
+            return self.pooler.beginning(text, name)
+        begin = self.pooler.beginning("", name)
+        has_it = isinstance(prompt, dict) and str(prompt.get("prompt")).startswith(begin)
+        return begin if has_it else ""
+
+    def _ids(self, begin: str, text: str) -> list[int]:
+        """A text's tokens. An empty text's are the special ones, as in sentence-transformers."""
+        if (options := self.pooler.files.template) is None:
+            return self._encode(begin + text)
+        return self._render(begin, [{"role": "user", "content": text}], options)
+
+    def _render(self, begin: str, messages: list[dict], options: dict) -> list[int]:
+        """What a text begins with is the system's message, as in sentence-transformers."""
+        system = [{"role": "system", "content": begin}] if begin else []
+        return self.render_chat(system + messages, **options)["prompt_token_ids"]
+
+    def _num_skipped(self, begin: str, ids: list[int]) -> int:
+        """How many tokens of `begin` aren't pooled, which is counted as sentence-transformers does:
+        those that it has alone, but for a last special one. Raises `ValueError`."""
+        files = self.pooler.files
+        if not begin or files.include_prompt or files.template is not None:
+            return 0
+        alone = self._encode(begin)
+        count = len(alone) - (alone[-1] in self.tokenizer.all_special_ids)
+        if count >= len(ids):
+            raise ValueError(f"of the {len(ids)} tokens all belong to {begin!r:.80}, which is not "
+                             "pooled (include_prompt=false): give more text, or allow more tokens")
+        return count
 
     def check_generates(self) -> None:
         raise ValueError("this engine pools (runner='pooling') and generates no text: use encode() "
@@ -351,12 +417,16 @@ class PoolingInputs(InputProcessor):
     def _truncate(self, text: str | None, ids: list[int], asked: PoolingParams,
                   begin: str) -> list[int]:
         """text: None for a prompt of ids, whose last one is a separator if an encoder reads it.
-        begin: what the text begins with. Both stay."""
+        begin: what the text begins with. Both stay; but what is cut without being asked loses its
+        end as in sentence-transformers, which knows no difference between that and the text."""
         limit, given = self.config.max_model_len, getattr(self.tokenizer, "init_kwargs", {})
-        side = asked.truncation_side or given.get("truncation_side") or self.pooler.side
+        count, usual = asked.truncate_prompt_tokens, self.pooler.side
+        if count is None and self.own_limit is not None:
+            count, usual, begin = self.own_limit, "right", ""
+        side = asked.truncation_side or given.get("truncation_side") or usual
         end = ids[-1:] if text is None and self.pooler.side == "right" else []
-        ids = self.cut(ids, asked.truncate_prompt_tokens, side,
-                       lambda text: (self._encode(begin + text) if self.tokenizer else []) + end)
+        ids = self.cut(ids, count, side,
+                       lambda text: (self._ids(begin, text) if self.tokenizer else []) + end)
         if len(ids) > limit:  # all of it may be prompt: with 64, one of 64 tokens is fine
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, and this model's maximum context length is "
@@ -369,24 +439,46 @@ class PoolingInputs(InputProcessor):
         answers yes or no), or as the tokenizer joins pairs. asked: `PoolingParams`, or a body. What
         is too long loses the document's end, or start; only a tokenizer that joins pairs takes
         tokens off the longer text, unless a side is named."""
-        if not isinstance(query, str) or not isinstance(document, str) or not query + document:
+        if not isinstance(query, str) or not isinstance(document, str):
             raise ValueError(f"score() needs texts, got {query!r:.80} and {document!r:.80}")
-        count, side = asked.truncate_prompt_tokens, asked.truncation_side
+        count, side, files = asked.truncate_prompt_tokens, asked.truncation_side, self.pooler.files
+        name = getattr(asked, "prompt_name", None) or files.default_prompt
+        begin = self.pooler.beginning(query, name)
+        template = files.template if chat_template is None else {"chat_template": chat_template}
+        most = self.own_limit if count is None else count
 
-        def read(document: str) -> list[int]:
-            if chat_template is not None:
-                return self.render_chat([{"role": "query", "content": query},
-                                         {"role": "document", "content": document}],
-                                        chat_template=chat_template)["prompt_token_ids"]
-            if self.pooler.token_ids:
+        def read(query: str, document: str) -> list[int]:
+            if template is not None:
+                return self._render(begin, [{"role": "query", "content": query},
+                                            {"role": "document", "content": document}], template)
+            if self.pooler.token_ids and files.kind is None:
                 return self._encode(query + document)
             with in_words(f"no valid text, a lone surrogate? {query!r}, {document!r}", TypeError):
                 return self.tokenizer_for("score()")(
-                    query, document, truncation="longest_first" if count and not side else False,
-                    max_length=self.config.max_model_len if count == -1 else count)["input_ids"]
+                    [(begin + query, document)],  # an empty text alone would make no pair
+                    truncation="longest_first" if most and not side else False,
+                    max_length=self.config.max_model_len if most == -1 else most)["input_ids"][0]
 
-        ids = self.cut(read(document), count, side or "right", read)
-        return {"prompt": query + document, "prompt_token_ids": ids}
+        ids = self.cut(read(query, document), most, side or "right", lambda text: read(
+            text if count is None else query, text))
+        return {"prompt": begin + query + document, "prompt_token_ids": ids}
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """Of a prompt without token ids."""
+    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None:
+        prompt = prompt.get("prompt")
+    return prompt if isinstance(prompt, str) else None
+
+
+def lower(tokenizer: Any) -> None:
+    """do_lower_case: letters become small ones before anything else, as sentence-transformers has
+    it. Raises `ValueError`."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("sentence_bert_config.json: do_lower_case=True needs a tokenizer.json")
+    backend.normalizer = normalizers.Sequence([
+        normalizers.Lowercase(), *filter(None, [backend.normalizer])])
 
 
 def _converted(outputs: list[PoolingRequestOutput], kind: Callable) -> list[PoolingRequestOutput]:

@@ -7,9 +7,9 @@
     /rerank          documents, the one that answers the query best first (Cohere's, Jina's, TEI's)
     /v2/embed        vectors, as Cohere has them
 
-An embedding model scores by the cosine of two embeddings, so a query that all documents are
-compared with is computed once. A reranker reads query and document at once, as one prompt a pair.
-Which of the two a model is, its pooler knows.
+An embedding model compares two embeddings, by their cosine or as its files say, so a query that all
+documents are compared with is computed once. A reranker reads query and document at once, as one
+prompt a pair. Which of the two a model is, its pooler knows.
 
 An endpoint's function checks and tokenises, and returns a coroutine that computes and may be
 cancelled. So all errors of the client are found before any computing.
@@ -28,7 +28,6 @@ from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 import torch
-import torch.nn.functional as F
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from nanoserve.frontend.facts import Fact
@@ -168,7 +167,8 @@ class Job:
             raise ValueError("this server generates text (runner='generate'): start one with "
                              "--runner pooling")
         # Cohere's kinds of input, and others', are the prompts that a model was trained with.
-        known = getattr(self.engine.llm.runner.pooler, "prompts", {})
+        pooler = self.engine.llm.runner.pooler
+        known = {} if pooler is None else pooler.files.prompts
         kind = (getattr(body, "input_type", None) or "").removeprefix("search_")
         if kind in DOCUMENTS:
             kind = next((name for name in DOCUMENTS if name in known), kind)
@@ -201,8 +201,8 @@ class Job:
         pooler, inputs = self.engine.llm.runner.pooler, self.engine.llm.inputs
         if pooler is None or not pooler.reads_pairs(first, second):
             return await self.run(first + second, "embed", body, lambda vectors, usage: show(
-                F.cosine_similarity(torch.stack(vectors[:len(first)]),
-                                    torch.stack(vectors[len(first):])).tolist(), usage))
+                pooler.similarity(torch.stack(vectors[:len(first)]),
+                                  torch.stack(vectors[len(first):])).tolist(), usage))
         pairs = zip(first * (len(second) // len(first)), second, strict=True)
         prompts = await self.engine.tokenize(
             lambda: [inputs.pair(*pair, self.chat_template, body) for pair in pairs])

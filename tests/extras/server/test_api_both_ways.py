@@ -74,6 +74,24 @@ def test_embeddings_begin_with_the_same_text_and_are_cut_alike(tmp_path):
         assert "needs texts" in serving.refusal("/v1/embeddings", dict(input=[5, 6]))["message"]
 
 
+def test_an_empty_text_fails_no_batch(tmp_path):
+    """It is its special tokens; "" alone and among others, embedded and compared."""
+    folder = make("bert", tmp_path / "bert")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A <|end|>", special_tokens=[("<s>", 256), ("<|end|>", 258)])
+    tokenizer.save_pretrained(folder)
+    with both(folder) as serving:
+        [expected] = [near(out.outputs.embedding) for out in serving.llm.embed(
+            [[256, 258]], use_tqdm=False)]
+        for texts in ("", ["the fox", "", "x"]):
+            status, answer = serving.ask("/v1/embeddings", dict(input=texts))
+            assert status == 200 and answer["data"][len(texts) // 2]["embedding"] == expected
+        _, answer = serving.ask("/rerank", dict(query="", documents=["x", ""]))
+        assert answer["results"][0]["index"] == 1
+        assert answer["results"][0]["relevance_score"] == near(1)
+
+
 async def stream(serving, texts, params) -> list[list[float]]:
     found = []
     for text in texts:

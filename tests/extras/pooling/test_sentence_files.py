@@ -1,0 +1,527 @@
+"""What sentence-transformers' files say is computed, or refused by name, on decoders and encoders.
+
+Oracle: hidden states and logits of transformers, and the modules' formulas by hand. The library
+itself is asked in test_sentence_files_library.py.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import byte_tokenizer
+from encoders import classes_of, hidden_of, make
+from helpers import write_json
+from pooled import assert_close, data, start, vectors
+from safetensors.torch import save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from nanoserve import PoolingParams
+from nanoserve_extras.pooling.sentence_files import longest_text, read_sentence_model
+
+MODULES = "sentence_transformers.sentence_transformer.modules"
+POOLING = ("Pooling", dict(pooling_mode="mean"), {})
+RERANKER = dict(model_type="CrossEncoder", activation_fn="torch.nn.modules.linear.Identity")
+IDENTITY = "torch.nn.modules.linear.Identity"
+PROMPTS = [[5, 6, 7], list(range(40, 73)), [9]]
+
+
+def write_files(folder, *parts, first=None, **entries):
+    """modules.json, a folder for each part (kind, config, tensors), and the model's own file."""
+    listed = [dict(idx=0, name="0", path="", type=f"{MODULES}.Transformer")]
+    write_json(folder / "sentence_bert_config.json", **first or {})
+    for i, (kind, config, tensors) in enumerate(parts, 1):
+        place = f"{i}_{kind}"
+        listed.append(dict(idx=i, name=str(i), path=place, type=f"{MODULES}.{kind}"))
+        (folder / place).mkdir(exist_ok=True)
+        write_json(folder / place / "config.json", **config)
+        if tensors:
+            save_file(tensors, folder / place / "model.safetensors")
+    (folder / "modules.json").write_text(json.dumps(listed))
+    write_json(folder / "config_sentence_transformers.json", **entries)
+    return folder
+
+
+def dense(inputs, outputs, function="Tanh", bias=True, seed=0, **more):
+    """The part, and what it computes."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator) / inputs ** 0.5
+    tensors = {"linear.weight": weight}
+    if bias:
+        tensors["linear.bias"] = torch.randn(outputs, generator=generator)
+    if more.get("use_residual") and inputs != outputs:
+        tensors["residual.weight"] = torch.randn(outputs, inputs, generator=generator) / 4
+
+    def compute(x):
+        y = F.linear(x, weight, tensors.get("linear.bias"))
+        y = y.softmax(-1) if function == "Softmax" else getattr(torch.nn, function)()(y)
+        if not more.get("use_residual"):
+            return y
+        return y + (x if inputs == outputs else x @ tensors["residual.weight"].T)
+
+    config = dict(in_features=inputs, out_features=outputs, bias=bias, activation_function=(
+        f"torch.nn.modules.activation.{function}"), **more)
+    return ("Dense", config, tensors), compute
+
+
+@pytest.fixture(params=["qwen3", "bert"])
+def model(request, checkpoints, tmp_path):
+    """(folder, hidden states of prompts, width) of a decoder of our own, and of an encoder."""
+    folder = tmp_path / "model"
+    if request.param == "bert":
+        make("bert", folder)
+        return folder, lambda prompts: hidden_of(folder, prompts), 32
+    AutoModel.from_pretrained(checkpoints["qwen3"], dtype=torch.float32).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    return folder, lambda prompts: hidden_of(folder, prompts), 64
+
+
+def with_ends(folder):
+    """The folder's tokenizer puts <s> and </s> around a text, and around a pair's two."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1",
+        special_tokens=[("<s>", 256), ("</s>", 257)])
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+# ------------------------------------------------------------------------------------- the pooling
+
+
+def weighted(hidden):
+    weights = torch.arange(1.0, len(hidden) + 1)[:, None]
+    return (hidden * weights).sum(0) / weights.sum()
+
+
+WAYS = {"cls": lambda h: h[0], "max": lambda h: h.amax(0), "mean": lambda h: h.mean(0),
+        "mean_sqrt_len_tokens": lambda h: h.sum(0) / len(h) ** 0.5, "weightedmean": weighted,
+        "lasttoken": lambda h: h[-1]}
+
+
+@pytest.mark.parametrize("said, modes", [
+    (dict(pooling_mode=list(reversed(WAYS))), list(reversed(WAYS))),
+    (dict(pooling_mode_lasttoken=True, pooling_mode_weightedmean_tokens=True,
+          pooling_mode_cls_token=True, pooling_mode_mean_tokens=False), [
+              "cls", "weightedmean", "lasttoken"]),
+    (dict(word_embedding_dimension=64), ["mean"]), (dict(pooling_mode="max"), ["max"])], ids=str)
+def test_all_ways_to_pool_alone_and_joined_whole_and_in_chunks(model, said, modes):
+    folder, hidden, width = model
+    write_files(folder, ("Pooling", said, {}))
+    expected = [torch.cat([WAYS[mode](h) for mode in modes]) for h in hidden(PROMPTS)]
+    for options in [{}, dict(max_num_batched_tokens=7)][:1 + (width == 64)]:  # BERT's are whole
+        with start(folder, runner="auto", **options) as llm:
+            assert_close(vectors(llm.embed(PROMPTS, use_tqdm=False)), expected)
+
+
+def test_sums_are_float32_whatever_the_network_computes_in(qwen3):
+    """MEAN over 200 states of bfloat16: summed in that, it was off by half a percent. The oracle is
+    the mean in float64 of the same states, one by one."""
+    prompts = [[(7 * i + j) % 250 for i in range(200)] for j in range(3)]
+    raw = PoolingParams(use_activation=False)
+    for kind in ("MEAN", "MEAN_SQRT", "WEIGHTED_MEAN"):
+        with start(qwen3, dtype="bfloat16", max_num_batched_tokens=64,
+                   pooler_config=dict(pooling_type=kind)) as llm:
+            states = data(llm.encode(prompts, raw, pooling_task="token_embed", use_tqdm=False))
+            way = dict(MEAN="mean", MEAN_SQRT="mean_sqrt_len_tokens")
+            expected = [WAYS[way.get(kind, "weightedmean")](x.double()).float() for x in states]
+            got = vectors(llm.embed(prompts, pooling_params=raw, use_tqdm=False))
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_text_begins_with_is_not_pooled_where_the_file_says_so(tmp_path):
+    folder = make("bert", tmp_path / "bert")
+    tokenizer = with_ends(folder)
+    texts = ["a fox", "", "The king"]
+    for mode, way in WAYS.items():
+        write_files(folder, ("Pooling", dict(pooling_mode=mode, include_prompt=False), {}),
+                    prompts=dict(query="find: "), default_prompt_name="query")
+        hidden = hidden_of(folder, [tokenizer.encode(f"find: {text}") for text in texts])
+        expected = [way(h[1 + len("find: "):]) for h in hidden]  # <s>, too
+        if mode == "weightedmean":  # a position keeps its weight
+            counted = [torch.arange(1.0, len(h) + 1)[7:, None] for h in hidden]
+            expected = [(h[7:] * w).sum(0) / w.sum() for h, w in zip(hidden, counted, strict=True)]
+        with start(folder) as llm:
+            assert_close(vectors(llm.embed(texts, use_tqdm=False)), expected, mode)
+            if mode == "mean":
+                short = PoolingParams(truncate_prompt_tokens=7, truncation_side="right")
+                with pytest.raises(ValueError, match="include_prompt|no room"):
+                    llm.embed("a fox", pooling_params=short)
+
+
+# ------------------------------------------------------------------------------------- the modules
+
+
+def test_modules_are_computed_in_their_order_before_and_behind_the_pooling(model):
+    folder, hidden, width = model
+    before, f = dense(width, 24, "GELU", seed=1, module_input_name="token_embeddings")
+    behind, g = dense(24, 24, use_residual=True, seed=2)
+    last, h = dense(24, 10, "Softmax", bias=False, use_residual=True, seed=3)
+    norm = dict(zip(("norm.weight", "norm.bias"), torch.rand(2, 24), strict=True))
+    tokens = dict(module_input_name="token_embeddings")
+    write_files(folder, before, ("Normalize", tokens, {}), POOLING, behind, ("Normalize", {}, {}),
+                ("LayerNorm", dict(dimension=24), norm), ("Dropout", dict(dropout=0.5), {}), last,
+                truncate_dim=6)
+    expected = []
+    for state in hidden(PROMPTS):
+        x = F.normalize(g(F.normalize(f(state), dim=-1).mean(0)), dim=-1)
+        x = F.layer_norm(x, (24,), norm["norm.weight"], norm["norm.bias"])
+        expected.append(h(x))
+    with start(folder, runner="auto") as llm:
+        assert llm.runner.pooler.tasks == ("embed",)
+        assert_close(vectors(llm.embed(PROMPTS, use_tqdm=False)), [x[:6] for x in expected])
+        wide = PoolingParams(dimensions=8)  # a request's own: its vector has length 1 if they have
+        assert_close(vectors(llm.embed(PROMPTS, pooling_params=wide, use_tqdm=False)),
+                     [x[:8] for x in expected])
+        with pytest.raises(ValueError, match="at most 10"):
+            llm.embed([5], pooling_params=PoolingParams(dimensions=11))
+
+
+def test_a_files_cut_comes_behind_normalize(model):
+    """As sentence-transformers has it: such a vector is shorter than 1."""
+    folder, hidden, _ = model
+    write_files(folder, POOLING, ("Normalize", {}, {}), truncate_dim=6)
+    [expected] = [F.normalize(h.mean(0), dim=-1)[:6] for h in hidden(PROMPTS[1:2])]
+    with start(folder, runner="auto") as llm:
+        assert_close(vectors(llm.embed(PROMPTS[1], use_tqdm=False)), [expected])
+
+
+@pytest.mark.parametrize("name, similarity", [
+    (None, lambda a, b: F.cosine_similarity(a, b, 0)), ("dot", torch.dot),
+    ("euclidean", lambda a, b: -(a - b).norm()), ("manhattan", lambda a, b: -(a - b).abs().sum())])
+def test_scores_are_the_similarity_that_the_file_names(model, name, similarity):
+    folder, _, _ = model
+    write_files(folder, POOLING, similarity_fn_name=name)
+    with start(folder, runner="auto") as llm:
+        one, *others = vectors(llm.embed(["a fox", "The king", "x"], use_tqdm=False))
+        scores = [out.outputs.score for out in llm.score("a fox", ["The king", "x"],
+                                                         use_tqdm=False)]
+        assert scores == pytest.approx([float(similarity(one, other)) for other in others],
+                                       rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------- the rerankers
+
+
+CLASSES = dict(transformer_task="sequence-classification")
+FUNCTIONS = {IDENTITY: lambda x: x, "torch.nn.modules.activation.Sigmoid": torch.sigmoid,
+             "torch.nn.modules.activation.Tanh": torch.tanh}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("where", ["modules", "config.json", "older"])
+@pytest.mark.parametrize("name", ["qwen3", "bert"])
+def test_a_rerankers_activation_is_that_of_its_files(classifiers, tmp_path, name, where, function):
+    folder = tmp_path / "model"
+    if name == "bert":
+        make("bert", folder, AutoModelForSequenceClassification, num_labels=1)
+    else:
+        shutil.copytree(classifiers("qwen3", 1), folder)
+    if where == "modules":
+        write_files(folder, first=CLASSES, **RERANKER | dict(activation_fn=function))
+    elif where == "config.json":
+        write_json(folder / "config.json", sentence_transformers=dict(
+            activation_fn=function, version="5.1.0"))
+    else:
+        write_json(folder / "config.json", sbert_ce_default_activation_function=function)
+    tokenizer = byte_tokenizer()
+    [logits] = classes_of(folder, [tokenizer("king?", "A fox.")["input_ids"]])
+    with start(folder, runner="auto") as llm:
+        [output] = llm.score("king?", "A fox.", use_tqdm=False)
+        assert output.outputs.score == pytest.approx(float(FUNCTIONS[function](logits)), abs=1e-5)
+
+
+def test_a_reranker_made_of_modules(model):
+    """Its score is the last module's number, which was taken to be an embedding: all were 1.0."""
+    folder, hidden, width = model
+    tokenizer = with_ends(folder)
+    middle, f = dense(width, 12, "ReLU", seed=1)
+    last, g = dense(12, 1, "Identity", seed=2, module_output_name="scores")
+    write_files(folder, ("Pooling", dict(pooling_mode="cls"), {}), middle, last,
+                prompts=dict(query="q: "), default_prompt_name="query", **RERANKER)
+    documents = ["A fox.", "", "The king is in the garden."]
+    pairs = tokenizer([("q: king?", one) for one in documents], return_token_type_ids=True)
+    states = hidden(pairs["input_ids"])
+    if width == 32:  # BERT: tokens of the second text are of type 1
+        network = AutoModel.from_pretrained(folder).float().eval()
+        with torch.no_grad():
+            states = [network(torch.tensor([ids]), token_type_ids=torch.tensor([types])
+                              ).last_hidden_state[0] for ids, types in zip(
+                                  pairs["input_ids"], pairs["token_type_ids"], strict=True)]
+    expected = [float(g(f(state[0]))) for state in states]
+    with start(folder, runner="auto") as llm:
+        outputs = llm.score("king?", documents, use_tqdm=False)
+        assert [one.outputs.score for one in outputs] == pytest.approx(expected, abs=1e-4)
+        assert [one.prompt_token_ids for one in outputs] == pairs["input_ids"]
+
+
+ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied"])
+@pytest.mark.parametrize("no", [ord("n"), None])
+@pytest.mark.parametrize("renders", [True, False])
+def test_a_generator_whose_files_make_it_a_reranker(checkpoints, tmp_path, name, no, renders):
+    """LogitScore: the logit of one token, less that of another, behind the chat template if the
+    files name messages. What queries begin with is then the system's message."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints[name], folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = ROLES + "{% if add_generation_prompt %}A:{% endif %}"
+    tokenizer.save_pretrained(folder)
+    output = dict(method="forward", method_output_name="logits")
+    write_files(folder, ("LogitScore", dict(true_token_id=ord("y"), false_token_id=no), {}),
+                prompts=dict(query="find"), default_prompt_name="query",
+                first=dict(transformer_task="text-generation", modality_config=dict(
+                    text=output, **({"message": dict(output, format="flat")} if renders else {})),
+                    processing_kwargs=dict(chat_template=dict(add_generation_prompt=True))),
+                **RERANKER)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text = "<system>find<query>king?<document>A fox.A:" if renders else "findking?A fox."
+    with torch.no_grad():
+        logits = network(torch.tensor([tokenizer.encode(text)])).logits[0, -1]
+    expected = logits[tokenizer.convert_tokens_to_ids("y")] - (
+        0 if no is None else logits[tokenizer.convert_tokens_to_ids("n")])
+    for entry, one in (("true_token_id", "y"), ("false_token_id", "n" if no else None)):
+        write_json(folder / "1_LogitScore" / "config.json", **{
+            entry: one and tokenizer.convert_tokens_to_ids(one)})
+    with start(folder, runner="auto") as llm:
+        [output] = llm.score("king?", "A fox.", use_tqdm=False)
+        assert output.outputs.score == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_texts_are_read_through_the_chat_template_where_the_files_say_so(model):
+    folder, hidden, _ = model
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = ROLES
+    tokenizer.save_pretrained(folder)
+    output = dict(method="forward", method_output_name="last_hidden_state")
+    write_files(folder, POOLING, prompts=dict(query="find"), first=dict(
+        modality_config=dict(text=output, message=output | dict(format="flat"))))
+    texts = {None: "<user>a fox", "query": "<system>find<user>a fox"}
+    expected = hidden([tokenizer.encode(text) for text in texts.values()])
+    with start(folder, runner="auto") as llm:
+        for name, state in zip(texts, expected, strict=True):
+            got = llm.embed("a fox", prompt_name=name, use_tqdm=False)
+            assert_close(vectors(got), [state.mean(0)])
+
+
+# ----------------------------------------------------------------------------------------- texts
+
+
+def test_an_empty_text_is_its_special_tokens(tmp_path):
+    """It ended the call of all others."""
+    folder = make("bert", tmp_path / "bert")
+    tokenizer = with_ends(folder)
+    write_files(folder, POOLING)
+    a, empty, b = hidden_of(folder, [tokenizer.encode("a"), [256, 257], tokenizer.encode("b")])
+    with start(folder) as llm:
+        for texts in (["a", "", "b"], ["a", {"prompt": "", "cache_salt": "x"}, "b"]):
+            assert_close(vectors(llm.embed(texts, use_tqdm=False)), [
+                h.mean(0) for h in (a, empty, b)])
+        assert_close(vectors(llm.embed("", use_tqdm=False)), [empty.mean(0)])
+
+
+def test_letters_become_small_ones_where_the_file_says_so(model):
+    folder, hidden, _ = model
+    write_files(folder, POOLING, first=dict(do_lower_case=True))
+    [expected] = hidden([list(byte_tokenizer().encode("the king é"))])
+    with start(folder, runner="auto") as llm:
+        assert_close(vectors(llm.embed("The KING É", use_tqdm=False)), [expected.mean(0)])
+
+
+@pytest.mark.parametrize("where", ["sentence_bert_config", "tokenizer_config", "processing",
+                                   "tokenizer"])
+def test_a_text_is_as_long_as_the_files_let_it_be(model, where):
+    """A longer one is refused or, where the files say that texts are cut, cut at its end."""
+    folder, hidden, width = model
+    tokenizer, first = with_ends(folder), {}
+    if where in ("tokenizer_config", "tokenizer"):
+        write_json(folder / "tokenizer_config.json", model_max_length=16)
+    elif where == "processing":  # it comes before max_seq_length
+        first = dict(max_seq_length=90, processing_kwargs=dict(text=dict(max_length=16)))
+    else:
+        first = dict(max_seq_length=16)
+        write_json(folder / "tokenizer_config.json", model_max_length=90)
+    if where == "tokenizer":
+        tokenizer.backend_tokenizer.enable_truncation(16)
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    write_files(folder, POOLING, first=first)
+    text = "a fox in the forest and a king"
+    kept = [*tokenizer.encode(text)[:15], 257]
+    [expected] = hidden([kept])
+    cuts = where == "tokenizer" or width == 32 and where != "tokenizer_config"
+    with start(folder, runner="auto") as llm:
+        assert llm.config.max_model_len == 16
+        if not cuts:
+            with pytest.raises(ValueError, match="32 tokens.*16.*truncate_prompt_tokens"):
+                llm.embed(text)
+        asked = PoolingParams(truncate_prompt_tokens=None if cuts else -1, truncation_side=(
+            None if cuts else "right"))
+        for texts in (text, ["x", text]):
+            *_, output = llm.embed(texts, pooling_params=asked, use_tqdm=False)
+            assert output.prompt_token_ids == kept
+            assert_close(vectors([output]), [expected.mean(0)])
+    with pytest.raises(ValueError, match="max_model_len=17.*16 tokens.*max_seq_length"):
+        start(folder, runner="auto", max_model_len=17)
+    with start(folder, runner="auto", max_model_len=10) as llm:  # the user's own: nothing is cut
+        with pytest.raises(ValueError, match="12 tokens.*10"):
+            llm.embed("a fox in t")
+
+
+# --------------------------------------------------------------------------------------- refused
+
+
+TEXT = dict(method="forward", method_output_name="last_hidden_state")
+DENSE = dict(in_features=32, out_features=4)
+REFUSED = [
+    ("modules.json", {"a": 1}, "must list modules"),
+    ("modules.json", [dict(type="sentence_transformers.models.Transformer", path=3)], "a path"),
+    *[("modules.json", [("Transformer", ""), (kind, "x")], f"modules.json.*{kind}.*not supported")
+      for kind in ("Router", "Asym", "StaticEmbedding", "WordEmbeddings", "BoW", "CNN", "LSTM",
+                   "WeightedLayerPooling", "WordWeights", "CLIPModel", "SpladePooling",
+                   "SparseAutoEncoder", "SparseStaticEmbedding", "MultiVectorMask", "TokenPooling",
+                   "Transformer")],
+    ("modules.json", [("StaticEmbedding", "")], "StaticEmbedding.*Transformer stands first"),
+    ("modules.json", [("Pooling", "1_Pooling")], "Transformer stands first"),
+    ("modules.json", [("Transformer", "0_Transformer")], "path='0_Transformer'"),
+    ("modules.json", [("Transformer", ""), ("Dropout", "x")], "no sentence_embedding"),
+    ("modules.json", [("Transformer", ""), ("Dense", "2_Dense"), ("Pooling", "1_Pooling")],
+     "Dense makes 'sentence_embedding'"),
+    ("modules.json", [("Transformer", ""), ("Pooling", "1_Pooling"), ("Pooling", "1_Pooling")],
+     "Pooling behind"),
+    ("modules.json", [("Transformer", ""), ("LogitScore", "x")], "true_token_id"),
+    ("modules.json", [dict(type="custom_st.Transformer", path="")], "custom_st.Transformer"),
+    ("modules.json", [dict(type="sentence_transformers.models.Transformer", path="", extra=1)],
+     "extra"),
+    ("modules.json", [dict(type=f"{MODULES}.{kind}", path=path, name="0") for kind, path in (
+        ("Transformer", ""), ("Pooling", "1_Pooling"))], "same name"),
+    ("modules.json", [("Transformer", ""), ("Pooling", "../x")], "outside"),
+    ("1_Pooling/config.json", [1], "1_Pooling.config.json"),
+    ("1_Pooling/config.json", dict(pooling_mode="sum"), "pooling_mode .*weightedmean.*'sum'"),
+    ("1_Pooling/config.json", dict(pooling_mode=[]), "pooling_mode"),
+    ("1_Pooling/config.json", dict(pooling_mode_sum=True), "pooling_mode_sum=True"),
+    ("1_Pooling/config.json", dict(include_prompt="no"), "include_prompt .*'no'"),
+    ("2_Dense/config.json", DENSE | dict(activation_function="my.Swish"), "activation_f.*my.Swish"),
+    ("2_Dense/config.json", DENSE | dict(activation_function="torch.nn.PReLU"), "torch.nn.PReLU"),
+    ("2_Dense/config.json", DENSE | dict(activation_function=None), "activation_function .*None"),
+    ("2_Dense/config.json", DENSE | dict(module_input_name="all"), "module_input_name .*'all'"),
+    ("2_Dense/config.json", DENSE | dict(module_input_name="scores"), "'scores'"),
+    ("2_Dense/config.json", DENSE | dict(module_input_name="token_embeddings", module_output_name=(
+        "sentence_embedding")), "of 'token_embeddings'"),
+    ("2_Dense/config.json", DENSE | dict(use_residual=1.5), "use_residual"),
+    ("2_Dense/config.json", DENSE | dict(dropout=0.1), "dropout=0.1.*take it out"),
+    ("2_Dense/config.json", DENSE | dict(in_features=64), "takes 64 numbers, and gets 32"),
+    ("2_Dense/config.json", DENSE | dict(out_features=5), "by its config.json"),
+    ("2_Dense/config.json", DENSE | dict(bias=False), "linear.bias.*by its config.json"),
+    ("2_Dense/config.json", DENSE | dict(use_residual=True), "by its config.json.*residual.weight"),
+    ("2_Dense/config.json", {}, "in_features"),
+    ("sentence_bert_config.json", dict(max_seq_length="x"), "max_seq_length .*'x'"),
+    ("sentence_bert_config.json", dict(max_seq_length=0), "max_seq_length .*0"),
+    ("sentence_bert_config.json", dict(do_lower_case="x"), "do_lower_case"),
+    ("sentence_bert_config.json", dict(transformer_task="fill-mask"), "transformer_task.*fill-m"),
+    ("sentence_bert_config.json", dict(module_output_name="scores"), "module_output_name='scores'"),
+    ("sentence_bert_config.json", dict(modality_config=dict(text=TEXT | dict(
+        method_output_name="pooler_output"))), "modality_config.*pooler_output"),
+    ("sentence_bert_config.json", dict(modality_config=dict(text=dict(
+        method="get_text_features", method_output_name=None))), "get_text_features"),
+    ("sentence_bert_config.json", dict(modality_config=dict(image=TEXT)), "takes no text"),
+    ("sentence_bert_config.json", dict(processing_kwargs=dict(audio={})), "processing_kwargs"),
+    ("sentence_bert_config.json", dict(processing_kwargs=dict(text=dict(stride=3))), "stride=3"),
+    ("sentence_bert_config.json", dict(processing_kwargs=dict(text=dict(
+        add_special_tokens=False))), "add_special_tokens"),
+    ("sentence_bert_config.json", dict(processing_kwargs=dict(common=dict(
+        truncation=False))), "truncation"),
+    ("sentence_bert_config.json", dict(query_length=32), "query_length.*ColBERT"),
+    ("sentence_bert_config.json", dict(document_length=32), "document_length.*ColBERT"),
+    ("sentence_bert_config.json", dict(query_expansion=dict(strategy="fixed")), "query_expansion"),
+    ("sentence_bert_config.json", dict(tokenizer_name_or_path="x"), "tokenizer_name_or.*tokenizer"),
+    ("sentence_bert_config.json", dict(tokenizer_args=dict(add_bos_token=True)), "tokenizer_args"),
+    ("sentence_bert_config.json", dict(processor_kwargs=dict(model_max_length="x")), "'x'"),
+    ("sentence_bert_config.json", dict(model_args=dict(rotary_scaling_factor=2)), "model_args.*co"),
+    ("sentence_bert_config.json", dict(config_kwargs=dict(num_labels=2)), "config_kwargs.*hf_over"),
+    ("sentence_bert_config.json", dict(backend="onnx"), "backend='onnx'"),
+    ("sentence_roberta_config.json", dict(max_seq_length="y"), "sentence_roberta_config.*'y'"),
+    ("config_sentence_transformers.json", dict(model_type="SparseEncoder"), "SparseEncoder"),
+    ("config_sentence_transformers.json", dict(model_type="MultiVectorEncoder"), "ColBERT"),
+    ("config_sentence_transformers.json", dict(model_type="CrossEncoder"), "no scores"),
+    ("config_sentence_transformers.json", dict(prompts=[1]), r"prompts .*\[1\]"),
+    ("config_sentence_transformers.json", dict(prompts=dict(query=1)), "prompts .*query"),
+    ("config_sentence_transformers.json", dict(prompts=dict(query="q"), default_prompt_name="x"),
+     "default_prompt_name='x'"),
+    ("config_sentence_transformers.json", dict(similarity_fn_name="maxsim"), "'maxsim'"),
+    ("config_sentence_transformers.json", dict(truncate_dim="8"), "truncate_dim"),
+    ("config_sentence_transformers.json", dict(activation_fn="my.Swish"), "activation_fn.*my.Sw"),
+    ("config_sentence_transformers.json", dict(keep_in_fp32_modules=["0.model.layers.0"]),
+     "keep_in_fp32_modules.*float32"),
+    ("config_sentence_transformers.json", dict(query_prefix="[Q] "), "query_prefix=.*take it out"),
+    ("config.json", dict(sentence_transformers=dict(activation_fn="x")), "config.json: activ.*'x'"),
+    ("config.json", dict(sentence_transformers=dict(more=1)), "more=1"),
+    ("config.json", dict(sbert_ce_default_activation_function="x"), "'x'"),
+    ("tokenizer_config.json", dict(model_max_length="x"), "model_max_length='x'"),
+]
+
+
+@pytest.mark.parametrize("file, content, words", REFUSED, ids=str)
+def test_what_would_be_computed_differently_is_refused_by_name(tmp_path, file, content, words):
+    part, _ = dense(32, 4)
+    write_files(tmp_path, POOLING, part, ("Normalize", {}, {}), first=dict(
+        modality_config=dict(text=TEXT), module_output_name="token_embeddings"))
+    if file == "sentence_roberta_config.json":
+        (tmp_path / "sentence_bert_config.json").unlink()
+    if isinstance(content, list):
+        content = [dict(type=f"{MODULES}.{one[0]}", path=one[1]) if isinstance(one, tuple) else one
+                   for one in content]
+    (tmp_path / file).write_text(json.dumps(content))
+    config = content if file == "config.json" else {}
+    with pytest.raises(ValueError, match=words):
+        read_sentence_model(tmp_path, config, 32)
+        longest_text(tmp_path, config)
+
+
+def test_what_changes_no_number_is_passed_over(tmp_path):
+    part, _ = dense(32, 4)
+    write_files(tmp_path, ("Pooling", dict(pooling_mode="cls", embedding_dimension=7), {}), part,
+                first=dict(unpad_inputs=True, modality_config=dict(text=TEXT, image={"a": 1}),
+                           model_args=dict(torch_dtype="float16", trust_remote_code=True),
+                           processing_kwargs=dict(text=dict(padding="max_length"), common={}),
+                           query_length=None, config_args={}),
+                requirements={"torch": ">=2"}, __version__=dict(pytorch="2"),
+                keep_in_fp32_modules=["2.linear", "0.model.score"], prompts=dict(query=""))
+    model = read_sentence_model(tmp_path, {}, 32)
+    assert (model.kind, model.pooling_types, model.width) == ("embed", ("CLS",), 4)
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(convert="classify"), "convert='classify'.*modules.json"),
+    (dict(pooler_config=dict(pooling_type="LAST")), "joins CLS, MEAN"),
+    (dict(pooler_config=dict(task="token_embed")), "task='token_embed'")], ids=str)
+def test_options_that_the_files_leave_no_room_for(model, options, words):
+    folder, _, width = model
+    part, _ = dense(2 * width, 4)
+    write_files(folder, ("Pooling", dict(pooling_mode=["cls", "mean"]), {}), part)
+    with pytest.raises(ValueError, match=words):
+        start(folder, **options)
+
+
+def test_a_head_that_the_network_does_not_have_is_refused(model):
+    folder, _, width = model
+    write_files(folder, first=CLASSES, **RERANKER)
+    with pytest.raises(ValueError, match="classifier|score.weight"):
+        start(folder, runner="auto")
+    if width == 32:
+        write_files(folder, ("LogitScore", dict(true_token_id=1), {}), first=dict(
+            transformer_task="text-generation"), **RERANKER)
+        with pytest.raises(ValueError, match="classifier"):
+            start(folder, runner="auto")
+    else:
+        write_files(folder, ("LogitScore", dict(true_token_id=260), {}), first=dict(
+            transformer_task="text-generation"), **RERANKER)
+        with pytest.raises(ValueError, match="260.*vocabulary"):
+            start(folder, runner="auto")
