@@ -24,7 +24,7 @@ of two rows a network has two such sizes, for a few drafts and for all that ther
 network, which drafts, computes in them what the first has checked.
 
 A recording keeps the memory of what it returns. So no logits are returned: those of 20 sizes and
-152,000 tokens would be 0.7 GB. A network of transformers' has nothing else to return: all its
+152,000 tokens would be 1.3 GB. A network of transformers' has nothing else to return: all its
 recordings write them to the same memory.
 
 Invariants: a replay gives what the recorded function would have given, bit for bit. A recording

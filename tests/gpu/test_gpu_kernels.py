@@ -212,6 +212,18 @@ def test_the_delta_rule(dtype):
     torch.testing.assert_close(states, exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_are_not_rounded(dtype):
+    """cuBLAS stores the float32 sums of products in 16 bits; also for no row at all."""
+    weight = random_tensor(20_011, 1024, dtype=dtype, scale=1 / 32)
+    for num_rows in (0, 1, 16, 300):
+        x = random_tensor(num_rows, 1024, dtype=dtype)
+        got = kernels.linear(x, weight, None, torch.float32)
+        assert got.dtype == torch.float32 and got.shape == (num_rows, 20_011)
+        torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=1e-4,
+                                   atol=1e-4)
+
+
 # --------------------------------------------------------- quantised weights
 
 

@@ -220,6 +220,17 @@ def test_a_vector_without_numbers_is_an_error_of_its_own_request(qwen3, pooling_
         assert_idle(llm)
 
 
+@pytest.mark.parametrize("most", [2048, 33])
+def test_a_mean_is_summed_in_float32(qwen3, most):
+    """Also of states in bfloat16, in which a sum of 240 would keep two digits."""
+    prompt, plain = [i * 7 % 256 for i in range(240)], PoolingParams(use_activation=False)
+    with start(qwen3, dtype="bfloat16", pooler_config=dict(pooling_type="MEAN"),
+               max_num_batched_tokens=most) as llm:
+        [mean], [states] = (data(llm.encode([prompt], plain, pooling_task=task, use_tqdm=False))
+                            for task in ("embed", "token_embed"))
+        torch.testing.assert_close(mean.double(), states.double().mean(0), rtol=1e-5, atol=1e-6)
+
+
 def test_no_activation_makes_a_number_of_infinity(classifiers):
     """A sigmoid would say 1."""
     with start(classifiers("qwen3", num_labels=1)) as llm:
