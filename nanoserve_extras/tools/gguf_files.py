@@ -27,6 +27,8 @@ MOST_LISTED = 12
 def find_file(model: Any, option: str = "model", revision: str | None = None) -> Path | None:
     """The file, fetched if need be; None for a name that means no GGUF file. Raises `ValueError`
     that begins with the option and its value."""
+    if not isinstance(model, (str, Path)):
+        return None  # `find_model` says what is wrong with it
     name, file = f"{option}={str(model)!r}", Path(model).expanduser()
     folder, _, tag = str(model).rpartition(":")
     if file.exists():
