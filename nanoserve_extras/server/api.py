@@ -64,7 +64,7 @@ from nanoserve_extras.server.protocol import (
 )
 from nanoserve_extras.server.tool_grammar import ModelTurns
 from nanoserve_extras.server.tracer import Tracer
-from nanoserve_extras.server.translate import EventWriter, Language, ResponsesBody
+from nanoserve_extras.server.translate import EventWriter, Kept, Language, ResponsesBody
 from nanoserve_extras.server.translate_messages import CountBody, MessagesBody
 from nanoserve_extras.trace.recorder import page
 
@@ -85,6 +85,7 @@ class Server:
         self.strict = strict
         self.told: set[str] = set()  # fields that were logged
         self.started = int(time.time())
+        self.kept = Kept()
         self.tracer = Tracer(self.llm)
         self.turns = ModelTurns(self.llm, chat_template)
 
@@ -96,6 +97,8 @@ class Server:
 
     def check(self, body: Body) -> None:
         """Check a body's unknown fields and its model. Raises `BadRequest`."""
+        if isinstance(body, Language):
+            body.recall(self.kept)
         for name in body.model_extra:
             if self.strict:
                 raise BadRequest(f"there is no field {name} (--strict): leave it out", name)

@@ -9,13 +9,15 @@ both can do what a chat can, and nothing more. An answer is a list of parts: tho
 texts and calls, in the order in which the model wrote them. A stream tells of each part that it
 begins, how it grows, and that it has ended.
 
-Nothing is kept: what refers to an earlier answer, or to something that a provider hosts, is refused
-in words. With endpoints of their own over the engine, as in vLLM, the two would have to learn each
-new field of a chat.
+Of an answer only its thoughts and texts are kept, for a while: clients of Responses may name one by
+its id (`Kept`). What else refers to an earlier answer, or to something that a provider hosts, is
+refused in words. With endpoints of their own over the engine, as in vLLM, the two would have to
+learn each new field of a chat.
 """
 
 import json
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +25,7 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar
 from uuid import uuid4
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from nanoserve.config import SamplingParams
 from nanoserve_extras.server.answers import SILENCE
@@ -113,6 +115,9 @@ class Language(Controls):
         """How many tokens a prompt has, as an answer."""
         return dict(input_tokens=num_tokens)
 
+    def recall(self, kept: "Kept") -> None:
+        """Have what the client only names of earlier answers."""
+
     def answer(self, chat: dict) -> dict:
         """A whole one."""
         [choice] = chat["choices"]
@@ -121,6 +126,30 @@ class Language(Controls):
     def failed(self, name: str, chat: dict, parts: list[AnswerPart], error: dict) -> list[dict]:
         """How a stream ends that can't go on. error: what a whole answer would be."""
         return [error]
+
+
+class Kept:
+    """Thoughts and texts of the last answers, by the ids of their items, in this process's memory.
+    Vercel's SDK names them (`item_reference`) where nobody says store: false. Only who was told an
+    id knows it: it has 122 random bits. (A call's has 36, and clients send calls whole.) most:
+    characters of all items as JSON."""
+
+    def __init__(self, most: int = 2 ** 24):
+        self.most, self.size = most, 0
+        self.items: OrderedDict[str, tuple[dict, int]] = OrderedDict()  # the oldest first
+
+    def add(self, items: list[dict]) -> None:
+        for item in items:
+            if "call_id" in item:
+                continue
+            size = len(json.dumps(item))
+            self.items[item["id"]] = item, size
+            self.size += size
+        while self.size > self.most:
+            self.size -= self.items.popitem(last=False)[1][1]
+
+    def find(self, id_: Any) -> dict | None:
+        return self.items[id_][0] if isinstance(id_, str) and id_ in self.items else None
 
 
 class EventWriter:
@@ -254,20 +283,25 @@ class ResponsesBody(Language):
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     include: list[str] | None = None
+    store: Any = None  # False: no item of the answer is kept
     # These are only repeated in the answer.
     metadata: dict[str, Any] | None = None
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     service_tier: Any = None
+    _kept: Kept = PrivateAttr(default_factory=Kept)
 
-    @model_validator(mode="after")
-    def pass_over_thoughts(self) -> "ResponsesBody":
-        """A thought that is only named goes to the fields that nobody knows, as hosted tools do."""
+    def recall(self, kept: Kept) -> None:
+        """A thought that was forgotten goes to the fields that nobody knows, as hosted tools do."""
+        self._kept, items = kept, []
         for item in self._items():
+            if kind_of(item) == REFERENCE:
+                item = kept.find(item.get("id")) or item
             if kind_of(item) == REFERENCE and str(item.get("id")).startswith(THOUGHTS):
                 self.model_extra[f"input: {REFERENCE} of a thought"] = item
-        return self
+            items.append(item)
+        self.input = items
 
     def as_chat(self) -> dict:
         reasoning = self.reasoning or {}
@@ -340,9 +374,9 @@ class ResponsesBody(Language):
             elif kind == REFERENCE:
                 if not str(item.get("id")).startswith(UNREAD):
                     raise BadRequest(
-                        f"input: an {REFERENCE} ({item.get('id')!r:.80}) names what was said "
-                        "before, and nothing is kept here: send the item itself. With store: false "
-                        "clients do so", "input")
+                        f"input: an {REFERENCE} ({item.get('id')!r:.80}) names what is not kept "
+                        "here, or no longer: send the item itself. With store: false clients do "
+                        "so", "input")
             elif not kind.endswith("_call") and kind != ADDED:  # a provider's call is in its words
                 raise BadRequest(f"input: an item of type {kind!r:.80} is not supported, because "
                                  "nothing is kept or hosted here: send its text", "input")
@@ -408,6 +442,15 @@ class ResponsesBody(Language):
             return dict(type="reasoning_text", text=part.text)
         return dict(type="output_text", text=part.text, annotations=[], logprobs=[])
 
+    def answer(self, chat: dict) -> dict:
+        return self._keep(super().answer(chat))
+
+    def _keep(self, response: dict) -> dict:
+        """response: one that has ended."""
+        if self.store is not False:
+            self._kept.add(response["output"])
+        return response
+
     def begun(self, name: str, chat: dict) -> list[dict]:
         response = self.whole(name, chat, [], None)
         return [dict(type=f"response.{kind}", response=response)
@@ -447,7 +490,7 @@ class ResponsesBody(Language):
                 self._at(part, "content_part.done", part=self._content(part)), item]
 
     def over(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict) -> list[dict]:
-        response = self.whole(name, chat, parts, choice)
+        response = self._keep(self.whole(name, chat, parts, choice))
         return [dict(type=f"response.{response['status']}", response=response)]
 
     def failed(self, name: str, chat: dict, parts: list[AnswerPart], error: dict) -> list[dict]:

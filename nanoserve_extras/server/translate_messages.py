@@ -97,6 +97,9 @@ class CountBody(Language):
             for block in texts(message["content"]):
                 kind = block.get("type")
                 if kind == "tool_result":
+                    if not isinstance(block.get("content"), (str, list, type(None))):
+                        raise BadRequest("messages: the content of a tool_result must be a text or "
+                                         f"blocks, got {block['content']!r:.80}", "messages")
                     said = [dict(type="text", text="Error:")] if block.get("is_error") else []
                     yield dict(role="tool", tool_call_id=block.get("tool_use_id"),
                                content=said + texts(block.get("content")))

@@ -13,7 +13,7 @@ from test_api_tools import CHAT, SCHEMAS, TOOLS
 pytest.importorskip("fastapi")
 
 from nanoserve_extras.server.protocol import ChatBody  # noqa: E402
-from nanoserve_extras.server.translate import ResponsesBody  # noqa: E402
+from nanoserve_extras.server.translate import Kept, ResponsesBody  # noqa: E402
 from nanoserve_extras.server.translate_messages import MessagesBody  # noqa: E402
 
 FUNCTIONS = [dict(type="function", **one["function"]) for one in TOOLS]
@@ -273,6 +273,37 @@ def test_what_a_provider_hosts_is_passed_over_and_said_once(server, capsys):
     assert said.count("item_reference of a thought") == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_earlier_answer_said_may_be_named(server, stream):
+    """Vercel's SDK does so in each further step, where nobody says store: false."""
+    def said(**more) -> dict:
+        body = dict(input=ASKED, max_output_tokens=4, temperature=0) | more
+        answer = events(server, RESPONSES, body)[-1]["response"] if stream else (
+            server.ask(RESPONSES, body)[1])
+        return answer["output"][0]
+
+    def count(*items) -> tuple[int, dict]:
+        return server.ask(RESPONSES + "/input_tokens", dict(input=[*ITEMS[:1], *items, *ITEMS[3:]]))
+
+    item = said()
+    whole = count(item)
+    assert whole[0] == 200 and whole[1]["input_tokens"] > count()[1]["input_tokens"]
+    for reference in (dict(type="item_reference", id=item["id"]), dict(id=item["id"])):
+        assert count(reference) == whole
+    forgotten = said(store=False)
+    status, answer = count(dict(type="item_reference", id=forgotten["id"]))
+    assert status == 400 and "store: false" in answer["error"]["message"]
+
+
+def test_what_is_kept_of_answers_is_bounded_and_no_call():
+    item = dict(id="msg_1", content=["x" * 40])
+    kept = Kept(most=3 * len(json.dumps(item)))
+    for i in range(9):
+        kept.add([item | dict(id=f"msg_{i}"), dict(id=f"fc_{i}", call_id="c")])
+    assert [*kept.items] == ["msg_6", "msg_7", "msg_8"] and kept.size == kept.most
+    assert kept.find("msg_8")["id"] == "msg_8" and kept.find("msg_1") is kept.find(["x"]) is None
+
+
 def test_a_response_repeats_what_was_asked(server):
     told = dict(metadata=dict(run="1"), user="me", safety_identifier="s", prompt_cache_key="k",
                 service_tier="flex", max_output_tokens=2, temperature=0.5, top_p=0.75,
@@ -404,6 +435,8 @@ WRONG = {
              type="tool_result", tool_use_id="x", content=[dict(type="image")]))]),
          "Could not process image: "),
         (dict(messages=[message("assistant", dict(type="tool_use"))]), "name"),
+        (dict(messages=[message("user", dict(type="tool_result", content=5))]),
+         "messages: the content of a tool_result"),
         (dict(tools=[dict(name="a b", input_schema={})]), "name"),
         (dict(tool_choice=dict(type="perhaps")), "tool_choice"),
         (dict(max_tokens=0), "max_tokens"),  # Claude Code reads the numbers of the next
