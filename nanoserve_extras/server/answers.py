@@ -36,6 +36,7 @@ from uuid import uuid4
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoserve.frontend.request import Request
 from nanoserve_extras.server.async_llm import EngineGenerateError
+from nanoserve_extras.server.errors import as_json
 from nanoserve_extras.server.protocol import ChatBody, CompletionBody
 from nanoserve_extras.server.tools import TurnReader
 
@@ -48,7 +49,7 @@ COMMENT = b": still at work\n\n"
 
 def event(data: dict) -> bytes:
     """One server-sent event. Only ASCII, because a text may hold what UTF-8 has no bytes for."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + as_json(data) + b"\n\n"
 
 
 @dataclass

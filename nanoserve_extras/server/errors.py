@@ -60,7 +60,12 @@ class AsciiResponse(JSONResponse):
     """JSON in ASCII, which can hold any text, also one that UTF-8 can't encode."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode()
+        return as_json(content)
+
+
+def as_json(content: Any) -> bytes:
+    """Raises `ValueError` for NaN and Infinity, which are no JSON: Python would write them."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
 def error_body(message: str, status: int = 400, param: str | None = None,

@@ -28,7 +28,7 @@ from uuid import uuid4
 from pydantic import Field, PrivateAttr, model_validator
 
 from nanoserve.config import SamplingParams
-from nanoserve_extras.server.answers import SILENCE
+from nanoserve_extras.server.answers import SILENCE, event
 from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import SWITCH, Controls, Switch, whole
 
@@ -210,7 +210,7 @@ class EventWriter:
             if one["type"].startswith("response."):
                 one["sequence_number"] = self.number
             self.number += 1
-            found += f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode()
+            found += f"event: {one['type']}\n".encode() + event(one)
         return found
 
 

@@ -1,19 +1,23 @@
 """What a library says, as a client reads it. Each decoder of a body is made to say an address."""
 
+import math
 import re
+from functools import partial
 
 import pytest
 from serving import CHAT, CHATS, COMPLETIONS, PROMPT
 
 from nanoserve.frontend.rules import in_words, words_of
 from nanoserve_extras.server import api
+from nanoserve_extras.server.answers import event
+from nanoserve_extras.server.errors import AsciiResponse
 from nanoserve_extras.structured.structured import Trial
 
 HEAP = re.compile(r"0x[0-9a-f]{6}")
 
 
-def wrong(*_, **__):
-    raise ValueError(f"cannot read {object()!r} from {object.__init__!r}, broken")
+def wrong(*_, kind=ValueError, **__):
+    raise kind(f"cannot read {object()!r} from {object.__init__!r}, broken")
 
 
 @pytest.mark.parametrize(("said", "shown"), [
@@ -36,6 +40,26 @@ def test_an_error_without_words_is_called_by_its_name():
     assert "0x7f" not in str(caught.value)
 
 
+@pytest.mark.parametrize("read", ["image", "sound"])
+def test_a_decoder_of_files_shows_no_address(monkeypatch, read):
+    """Pillow's own errors do: "cannot identify image file <_io.BytesIO object at 0x7f...>"."""
+    Image = pytest.importorskip("PIL.Image", reason="the extra 'vision' brings Pillow")
+    from nanoserve_extras.multimodal import multimodal_inputs as inputs
+    monkeypatch.setattr(Image, "open", wrong)
+    monkeypatch.setattr(inputs, "read_wav", wrong)
+    with pytest.raises(ValueError, match="broken") as caught:
+        inputs.read_image(b"x") if read == "image" else inputs.read_sound(b"x", 16000)
+    assert not HEAP.search(str(caught.value))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_json_has_no_word_for_is_not_written(number):
+    with pytest.raises(ValueError, match="JSON"):
+        AsciiResponse(dict(a=[number]))
+    with pytest.raises(ValueError, match="JSON"):
+        event(dict(a=number))
+
+
 TEMPLATE = "{{ raise_exception('this is broken: ' ~ messages[0].content.upper) }}"
 FORM = dict(structured_outputs=dict(regex="[ab]z?"))
 
@@ -54,7 +78,7 @@ def test_no_decoders_error_shows_an_address(server, monkeypatch, what, path, bod
     elif what == "grammar":
         monkeypatch.setattr(Trial, "refusal", lambda *_: f"this is broken: {object()!r}")
     elif what == "JSON":
-        monkeypatch.setattr(api, "read_json", wrong)
+        monkeypatch.setattr(api, "read_json", partial(wrong, kind=OSError))
     else:
         monkeypatch.setattr(llm.runner, "launch", wrong)
     body = (dict(messages=CHAT) if "prompt" not in body else {}) | body
