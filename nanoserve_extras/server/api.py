@@ -75,10 +75,11 @@ COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what r
 class Server:
     """What the endpoints share. names: the model's names for clients; answers have the first.
     chat_template: replaces the tokenizer's own. lora_requests: one for each further
-    name. strict: whether a field that nobody knows is refused."""
+    name. strict: whether a field that nobody knows is refused. bare_calls: see `ModelTurns`."""
 
     def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None,
-                 lora_requests: dict[str, Any] | None = None, strict: bool = False):
+                 lora_requests: dict[str, Any] | None = None, strict: bool = False,
+                 bare_calls: bool = True):
         self.engine, self.llm = engine, engine.llm
         self.names, self.chat_template = names, chat_template
         self.lora_requests = lora_requests or {}
@@ -87,7 +88,7 @@ class Server:
         self.started = int(time.time())
         self.kept = Kept()
         self.tracer = Tracer(self.llm)
-        self.turns = ModelTurns(self.llm, chat_template)
+        self.turns = ModelTurns(self.llm, chat_template, bare_calls)
 
     def check_model(self, name: str | None) -> None:
         names = [*self.names, *self.lora_requests]
@@ -357,9 +358,9 @@ class JsonRequest(Request):
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
                lora_requests: dict[str, Any] | None = None, strict: bool = False,
-               **limits) -> Guard:
+               bare_calls: bool = True, **limits) -> Guard:
     """The whole application. The engine is shut down with it. limits: those of `Guard`."""
-    server = Server(engine, names, chat_template, lora_requests, strict)
+    server = Server(engine, names, chat_template, lora_requests, strict, bare_calls)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):

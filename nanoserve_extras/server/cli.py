@@ -89,6 +89,9 @@ def make_parser() -> argparse.ArgumentParser:
                       help=f"clients must send it; may be repeated. {KEY_VARIABLE} is one more")
     door.add_argument("--chat-template", metavar="FILE", help="a file with a template, or the "
                       "template; the tokenizer's own if left out")
+    door.add_argument("--bare-calls", action=argparse.BooleanOptionalAction, default=True,
+                      help="with tools, an answer that is nothing but JSON which names one of them "
+                      "is a call, also without the chat template's marks")
     door.add_argument("--lora-modules", nargs="+", type=lora_module, default=[],
                       metavar="NAME=FOLDER", help="adapters (vLLM's JSON will do), each a model "
                       "of its own name for clients; with --enable-lora")
@@ -241,8 +244,9 @@ def main(argv: list[str] | None = None) -> int:
             listening.listen()
         lora_requests = load_adapters(llm, args.lora_modules)
         keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
-        app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict, api_keys=keys,
-                         root_path=args.root_path, max_requests=args.max_requests,
+        app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict,
+                         args.bare_calls, api_keys=keys, root_path=args.root_path,
+                         max_requests=args.max_requests,
                          only_local=not keys and is_loopback(listening),
                          max_body_bytes=args.max_body_bytes
                          or (32 if args.limit_mm_per_prompt else 4) * 2 ** 20)

@@ -24,7 +24,8 @@ from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
 
-from nanoserve_extras.server.tools import ID, JSON, NAME, TurnFormat, loose
+from nanoserve_extras.server.loose_calls import JSON
+from nanoserve_extras.server.tools import ID, NAME, TurnFormat, loose
 
 # Of the made-up conversation. No template writes these words by itself.
 OTHER, KEY, MORE = "zq_other", "zq_key", "zq_more"

@@ -36,15 +36,13 @@ from nanoserve.llm import LLM
 from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import ChatBody
 from nanoserve_extras.server.tool_format import format_of
+from nanoserve_extras.server.tool_schemas import forms_of, kinds_of, resolve
 from nanoserve_extras.server.tools import (
     ID,
     ID_PART,
     NAME,
     TurnFormat,
     TurnReader,
-    forms_of,
-    kinds_of,
-    resolve,
 )
 
 TEXT = "/(?s:.*)/"
@@ -57,10 +55,11 @@ CPU_SECONDS, WALL_SECONDS, ROOM, MOST_TEXT = 5, 60, 2 ** 29, 2 ** 20
 
 
 class ModelTurns:
-    """What a server knows of its model's turns. chat_template: replaces the tokenizer's own."""
+    """What a server knows of its model's turns. chat_template: replaces the tokenizer's own.
+    bare_calls: whether an answer that is nothing but a call, without the format's marks, is one."""
 
-    def __init__(self, llm: LLM, chat_template: str | None = None):
-        tokenizer = llm.tokenizer
+    def __init__(self, llm: LLM, chat_template: str | None = None, bare_calls: bool = True):
+        tokenizer, self.bare_calls = llm.tokenizer, bare_calls
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
             self.form = TurnFormat("", why="tools need a chat template, and the tokenizer has none")
             return
@@ -78,7 +77,9 @@ class ModelTurns:
         # An answer in a form, or behind a marker of its own, may hold what looks like a call.
         kept = body.must_call or bool(
             not self.form.say and body.form() is None and find_spec("llguidance"))
-        return self.form.reader(schemas, prompt or "", body.calls_once, kept, body.must_call)
+        is_auto = not body.must_call and body.form() is None
+        return self.form.reader(schemas, prompt or "", body.calls_once, kept, body.must_call,
+                                self.bare_calls and is_auto)
 
     def params(self, body: ChatBody, params: SamplingParams, prompt: str) -> SamplingParams:
         """With the grammar that the body's tools need. Raises `ValueError`."""

@@ -9,7 +9,12 @@ as with stop strings, so a call is never shown as content. Where a grammar keeps
 format, a call is told as it is written; else when it is whole, because it may yet turn out to be
 text.
 
-The grammars that keep a model to the format: tool_grammar.py.
+    thinks ──► says ──► calls        by marks; behind a call the answer goes on
+      └► drafts        └► guesses    a call within a thought; an answer that may be all call
+    heads ──► any of them            in formats whose every message has a head
+
+The grammars that keep a model to the format: tool_grammar.py. What models write in the place of the
+template's calls: loose_calls.py.
 """
 
 import ast
@@ -18,31 +23,20 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from os.path import commonprefix
 from typing import Any
 
+from nanoserve_extras.server.loose_calls import JSON, WAIT, Call, LooseReader
+from nanoserve_extras.server.tool_schemas import KINDS, forms_of, kinds_of
+
 NAME, ID = "zq_tool", "zqcall001"  # in made-up calls; a format is derived from them
 # What of a literal a model may leave out: the id of a call, with its key or its marker.
 ID_PART = re.compile(rf', ?"\w+": ?"{ID}"|\[\w+\]{ID}')
-MAX_FORMS = 64  # ways to put an object together that are looked at
+TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 MAX_TRIES = 8  # ends of a value that are tried: JSON may hold what looks like one
-# gpt-oss's template names the channel behind a call's name. The model may also name it in front,
-# and the arguments' kind by a token, says the description of its format (openai_harmony).
-CHANNEL = "<|channel|>commentary json<|message|>"
-HARMONY = r"(<\|channel\|>commentary)?\s*(<\|constrain\|>)?json\s*<\|message\|>"
 WORDS = {"None": "null", "True": "true", "False": "false"}
-KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
-         dict: "object", type(None): "null"}
-
-
-@dataclass
-class Call:
-    """arguments: JSON, as the model wrote it where its format is JSON."""
-
-    name: str
-    arguments: str
 
 
 @dataclass
@@ -84,26 +78,34 @@ class TurnFormat:
     is_raw: bool = True  # between markers a text stands as it is; else it is a literal of Python's
     why: str = ""  # the reason, if there are no calls
 
-    def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False,
-               kept: bool = False, must: bool = False) -> "TurnReader":
-        return TurnReader(self, schemas, prompt, one, kept, must)
+    def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False, kept: bool = False,
+               must: bool = False, bare: bool = True) -> "TurnReader":
+        return TurnReader(self, schemas, prompt, one, kept, must, bare)
 
     @property
     def trigger(self) -> str:
         """The beginning of `open` that nothing else begins with: its tag, or all of it."""
-        return (re.match(r"<[^<>\s]+>", self.open) or [self.open.partition(ID)[0]])[0]
+        return (TAG.match(self.open) or [self.open.partition(ID)[0]])[0]
+
+    @property
+    def stop(self) -> str:
+        """The tag behind calls that is the trigger's other half; "": there is none."""
+        tags, word = TAG.findall(self.close), re.sub(r"\W", "", self.trigger)
+        return next((tag for tag in tags if word in re.sub(r"\W", "", tag)), (*tags, "")[0])
+
+    @property
+    def message(self) -> str:
+        """The tag behind the head of a message, where each thought, answer and call is a message of
+        its own with a head (gpt-oss's channels and recipients). "": there are no heads."""
+        tag = re.search(r"<[^<>\s]+>$", self.say)
+        has_heads = tag and self.header and self.thought.endswith(self.header) and (
+            self.think.endswith(tag[0]) and tag[0] in self.after)
+        return tag[0] if has_heads else ""
 
     @property
     def literals(self) -> list[str]:
         return [self.think, self.thought, self.say, self.end, self.open, self.after, self.between,
                 self.close, self.first, self.then, *self.text, *self.value]
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
-
-
-JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
 # ----------------------------------------------------------------- read a text
@@ -114,51 +116,67 @@ class TurnReader:
 
     schemas: of each tool's arguments, by name. prompt: what stands in front of the text. one: calls
     behind the first are passed over. kept: a grammar keeps calls to the format. must: a call is
-    asked for, and one that repeats an earlier call ends the turn.
+    asked for, and one that repeats an earlier call ends the turn. bare: an answer that is nothing
+    but a call, without the format's marks, is one.
     """
 
     def __init__(self, form: TurnFormat, schemas: dict[str, Any], prompt: str, one: bool = False,
-                 kept: bool = False, must: bool = False):
+                 kept: bool = False, must: bool = False, bare: bool = True):
         self.form, self.schemas, self.one = form, schemas if form.open else {}, one
         self.must, self.is_over = must, False
         self.made: list[Call] = []  # where a call is asked for: those that came
         self.may_think = bool(form.thought)
-        self.state = "thinks" if self.may_think and not form.think else "says"
+        self.state = "heads" if form.message else "thinks" if (
+            self.may_think and not form.think) else "says"
         self.rest, self.num_calls = "", 0
         self.keys: dict[int, dict] = {}  # by a schema's id: see `_keys`
         self.is_kept, self.next_read = False, 0  # not kept to in the prompt
         self.num_told: int | None = None  # characters told of the arguments of a call under way
         self.is_next = False  # a call of several, behind the first
         self.is_fresh = self.may_think  # white space in front of what comes is dropped
-        self.is_heard = not form.say  # text without a marker in front is an answer
+        self.is_heard = not form.say or bool(form.message)  # text without a marker is an answer
         self.unheard = ""  # it is an answer after all if no marker comes
+        self.joint, self.told = "", set[str]()  # between messages; the states that have told one
+        self.bare: LooseReader | None = None  # for an answer of which nothing was told yet
+        self.draft: Draft | None = None
+        self.thoughts: list[list[int]] = [[0]]  # from which character to which
+        self.num_fed = self.num_marked = 0
         # Only where this comes a call may have ended.
         self.tip = commonprefix([form.between or form.close, form.close]).strip()[-1:]
         names = "|".join(map(re.escape, sorted(self.schemas, key=len, reverse=True)))
         longest = max(map(len, self.schemas), default=0)
         self.longest = 2 * len(form.open + form.after) + longest  # a call begins in so many
-        behind = HARMONY if form.after == CHANNEL else "(?P=name)".join(
-            map(loose, form.after.split(NAME)))
-        self.heads = [re.compile(f"{begin}(?P<name>{names})(?!\\w){behind}")
-                      for begin in (r"\s*" + loose(form.open), r"\s*")]
+        after, begin = form.after, r"\s*" + loose(form.open)
+        named = f"(?P<name>{names})(?!\\w)"
+        if form.message:  # the rest of a head may say what it likes
+            inside = f"(?s:(?!{re.escape(form.message)}).)*?"
+            begin, after = inside + begin, after.partition(form.message)[2]
+            named += inside + re.escape(form.message)
+        behind = "(?P=name)".join(map(loose, after.split(NAME)))
+        self.called = re.compile(begin + named)
+        self.heads = [re.compile(f"{before}{named}{behind}") for before in (begin, r"\s*")]
+        self.loose = LooseReader(self.schemas, form.stop)
         # Where several calls share what ends them; else each next one begins as the first does.
         shares = form.between and not form.between.startswith(form.close)
         more = f"(?P<more>{loose(form.between)})|" if shares else ""
         self.ends = re.compile(f"{more}(?P<close>{loose(form.close)})")
         if form.header and form.header in prompt:  # the prompt may have begun the turn
-            self.feed(prompt.rpartition(form.header)[2])
+            begun = self.feed(prompt.rpartition(form.header)[2]).said + self.rest
+            bare = bare and not (self.state == "says" and begun.strip())
         self.is_kept = kept
+        self.bare = LooseReader(self.schemas, is_all=True) if bare and self.schemas else None
         self.num_calls, self.began = 0, prompt[-1:].isspace() and not prompt.endswith(form.header)
-        self.thinks_here = self.may_think  # or else the prompt has ended the thought
-        self.places = {form.think: (0, 0)} if self.state == "thinks" else {}  # see `_place`
+        self.thoughts = [[0]] if self.state == "thinks" else []  # not those of the prompt
+        self.places: dict[tuple[int, bool], int] = {}  # tokens in front of these characters
         self.num_fed, self.answer, self.is_answering = 0, 0, False  # see `span`
 
     def feed(self, text: str, ended: str | None = None) -> Piece:
         """What is new. ended: the text's `finish_reason`; nothing is held back then."""
         piece = Piece()
         self.rest = "" if self.is_over else self.rest + text
-        while step := (self._calls(piece, text, ended) if self.state == "calls" else
-                       self._texts(piece, ended)):
+        self.num_fed += len(text)
+        while step := self._step(piece, text, ended):
+            self._note_thought(step)
             self.state, text = step, self.rest
         if ended and not self.is_heard and not self.num_calls and (
                 ended == "stop" or not self.form.say.strip().startswith(self.unheard.strip())):
@@ -170,27 +188,74 @@ class TurnReader:
         answer or a call on, up to what may become a mark. None is found in a thought, or in the
         white space behind it. The third number is where the turn is over, if it is."""
         self.is_heard = True  # also text that only may be an answer
-        said, thinks = self.feed(text, "stop" if ended else None).said, self.state == "thinks"
-        self.num_fed += len(text)
+        said = self.feed(text, "stop" if ended else None).said
+        thinks = self.state in ("thinks", "drafts", "heads")
         clear = max(0, self.num_fed - len(self.rest))  # the rest may begin in the prompt
         if thinks or not self.is_answering:
             self.answer = max(0, clear - len(said))
-        calls = self.state == "calls"
+        calls = self.state in ("calls", "guesses")
         self.is_answering = not thinks and bool(self.is_answering or said or calls)
         may_be_mark = not self.is_answering or self.may_think or self.form.say
         last = clear if may_be_mark and not calls else self.num_fed
         return self.answer, last, self.num_fed if self.is_over else None
 
-    # Both take from `rest` what is clear, and name the state that follows, if one does.
+    def _note_thought(self, step: str) -> None:
+        """Where in the text a thought begins and ends, without the marks around it."""
+        thinks, at = ("thinks", "drafts"), max(0, self.num_fed - len(self.rest))
+        if self.state not in thinks and step in thinks:
+            self.thoughts.append([at])
+        elif self.state in thinks and step not in thinks:
+            self.thoughts[-1].append(max(0, at - self.num_marked))
+
+    # Each takes from `rest` what is clear, and names the state that follows, if one does.
+
+    def _step(self, piece: Piece, new: str, ended: str | None) -> str | None:
+        if self.state == "heads":
+            return self._heads(piece, ended)
+        if self.state == "guesses":
+            return self._guesses(piece, ended)
+        if self.state == "drafts":
+            return self._drafts(piece, ended)
+        return self._calls(piece, new, ended) if self.state == "calls" else (
+            self._texts(piece, ended))
+
+    def _heads(self, piece: Piece, ended: str | None) -> str | None:
+        """A message's head: it names a tool, or is a thought's, or else an answer's."""
+        form, (head, mark, body) = self.form, self.rest.partition(self.form.message)
+        if not mark:
+            begins = (form.say, form.think, form.gap + form.open)
+            is_text = ended == "stop" or ended and not any(
+                one.strip().startswith(head.strip()) for one in begins)
+            return "says" if is_text and head else None
+        text, header, rest = head.partition(form.header)
+        if header:  # a message without a head stands in front
+            self._say(piece, text.removesuffix(form.thought.removesuffix(header)))
+            self.rest = rest + mark + body
+            return "heads"
+        if self.schemas and self.called.match(self.rest):
+            return "calls"
+        thinks = head.strip().startswith(form.think.removesuffix(mark).strip())
+        self.rest, self.is_fresh, state = body, True, "thinks" if thinks else "says"
+        self.joint = "\n\n" if state in self.told else ""
+        return state
+
+    def _marks(self) -> dict[str, str]:
+        """What may end a thought or an answer, and the state behind it."""
+        form, calls = self.form, self.form.trigger if self.schemas else ""
+        if form.message:
+            marks = {form.thought: "heads", form.thought.removesuffix(form.header): "heads"}
+        elif self.state == "thinks":
+            marks = {form.thought: "says", calls: "drafts"}
+        else:
+            marks = {form.say.strip(): "says", form.end: "says", calls: "calls",
+                     form.think if self.may_think else "": "thinks"}
+        marks.pop("", None)
+        return marks
 
     def _texts(self, piece: Piece, ended: str | None) -> str | None:
         """A thought or an answer, up to the mark that ends it."""
         form, text = self.form, self.rest.lstrip() if self.is_fresh else self.rest
-        thinks, say = self.state == "thinks", form.say.strip()
-        marks = {form.thought: "says"} if thinks else {
-            say: "says", form.end: "says", form.think if self.may_think else "": "thinks",
-            form.trigger if self.schemas else "": "calls"}
-        marks.pop("", None)
+        thinks, say, marks = self.state == "thinks", form.say.strip(), self._marks()
         found = [(text.find(mark), -len(mark), mark) for mark in marks if mark in text]
         at, _, mark = min(found, default=(len(text), 0, ""))
         if mark and not ended and any(one != mark and one.startswith(text[at:]) for one in marks):
@@ -198,34 +263,82 @@ class TurnReader:
         if not mark and ended != "stop":  # text cut by a limit may have become a call
             at = _clear(text, list(marks), not ended and (thinks or bool(self.schemas)))
         shown = text[:at].rstrip() if mark else text[:at]
+        if shown and not thinks and self.bare:
+            return "guesses"
+        if shown:
+            shown, self.joint = self.joint + shown, ""
+            self.told.add(self.state)
+        is_call, self.num_marked = marks.get(mark) in ("calls", "drafts"), len(mark)
+        self.rest = text[len(text[:at].rstrip()) if is_call else at + len(mark):]
         if thinks:
             piece.thought += shown
-            self.may_think = not mark
+            self.may_think = is_call or not mark
         else:
             self._say(piece, shown)
         self.is_fresh = bool(mark) or self.is_fresh and not shown
         self.is_heard |= mark == say != ""
-        self.rest = text[len(shown) if marks.get(mark) == "calls" else at + len(mark):]
         return marks.get(mark)
+
+    def _guesses(self, piece: Piece, ended: str | None) -> str | None:
+        """An answer that may be nothing but a call."""
+        if not ended and len(self.rest) < self.next_read:
+            return None
+        text, mark, _ = self.rest.partition(self.form.end or "\0")
+        text = text if mark or ended else text[:_clear(text, [self.form.end], False)]
+        calls, end = self.bare.read(text, ended == "stop" or bool(mark))
+        self.next_read = len(self.rest) * 1.02
+        if calls is ... and not ended:
+            return None
+        self.bare, self.next_read = None, 0
+        if calls is not ... and calls:
+            self._take(piece, calls, end + len(mark))
+        return "says"
+
+    def _drafts(self, piece: Piece, ended: str | None) -> str | None:
+        """What may be a call within a thought: it is one if the turn ends behind it, or behind the
+        thought's end. A thought that goes on, and an answer, have only spoken of it."""
+        if self.draft is None:
+            self.draft = Draft(self.form, self.schemas)
+        is_draft = self.draft.read(self.rest, ended)
+        if is_draft and not ended:
+            return None
+        calls, self.draft = self.draft.calls, None
+        if is_draft and calls and ended == "stop":
+            self.num_marked = len(self.rest)
+            return self._take(piece, calls, len(self.rest))
+        cut = self.rest.index(self.form.trigger) + 1
+        piece.thought += self.rest[:cut]
+        self.rest, self.is_fresh = self.rest[cut:], False
+        return "thinks"
 
     def _calls(self, piece: Piece, new: str, ended: str | None) -> str | None:
         head = self.heads[self.is_next].match(self.rest)
         if head is None:
-            if ended != "stop" and len(self.rest) <= self.longest:
+            calls, end = self._loosely(None, ended)
+            count = len(self.rest) - self.rest.find(self.form.message)
+            if calls is ... or ended != "stop" and not calls and count <= self.longest:
                 return None
-            self._say(piece, self.rest[:1])  # it is no call
-            self.rest, self.is_next, self.is_fresh = self.rest[1:], False, False
+            if calls:
+                return self._take(piece, calls, end)
+            shown = self.rest[:0 if self.form.message else 1]  # it is no call
+            self._say(piece, shown)
+            self.rest, self.is_next = self.rest.partition(self.form.message or shown)[2], False
+            self.is_fresh, self.next_read = not shown, 0
             return "says"
         # What is read is all of the call, so behind a long one not for every token. A name is known
         # when something follows.
         reads = self.is_kept and len(self.rest) >= max(self.next_read, head.end() + 1)
-        if not (ended or reads or self.tip in new):
+        if not (ended or reads or self.tip in new or self.form.stop[-1:] in new):
             return None
         call, end = self._read(head, self.rest)
         if end is None and ended == "stop":  # the end of a turn is no text
             close = self.form.close
             has = max(at for at in range(len(close) + 1) if self.rest.endswith(close[:at]))
             call, end = self._read(head, self.rest + close[has:])
+        if end is None and not self.is_kept and (ended or self.form.stop in self.rest):
+            calls, stop = self._loosely(head, ended)
+            if calls is not ... and calls:
+                return self._take(piece, calls, stop)
         if end is None:
             if ended == "stop" and not self.is_kept:  # nothing that was written is lost
                 self._say(piece, self.rest)
@@ -239,6 +352,36 @@ class TurnReader:
         self.is_next = end.lastgroup == "more"
         self.rest, self.is_fresh = self.rest[end.end():], True
         return "calls" if self.is_next else "says"
+
+    def _loosely(self, head: re.Match | None, ended: str | None) -> tuple[Any, int]:
+        """Calls that the template would write otherwise: see `LooseReader.read`. head: what stands
+        around the name, where that is as it should be."""
+        form, tag = self.form, TAG.match(self.form.open)
+        if self.is_kept or self.is_next:
+            return [], 0
+        if not ended and len(self.rest) < self.next_read:
+            return WAIT
+        if head and form.is_json and not form.open.rstrip('"').endswith(": "):
+            calls, end = self.loose.call(head["name"], self.rest, head.end(), ended == "stop")
+            behind = re.compile(r"[\s}]*" + self.ends.pattern).match(self.rest, end)
+            if calls is not ... and calls and behind:
+                return calls, behind.end()
+        start = self.rest.index(tag[0]) + len(tag[0]) if tag and not form.message else 0
+        reader = self.loose if start else self.bare
+        if reader is None:
+            return [], 0
+        calls, end = reader.read(self.rest[start:], ended == "stop")
+        if calls is ...:
+            self.next_read = len(self.rest) * 1.02
+        return calls, start + end
+
+    def _take(self, piece: Piece, calls: list[Call], end: int) -> str:
+        """Tell all calls that end there."""
+        for call in calls:
+            self._tell(piece, call, True)
+            self.num_told = None
+        self.rest, self.is_fresh, self.next_read = self.rest[end:], True, 0
+        return "says"
 
     def _say(self, piece: Piece, text: str) -> None:
         if self.is_heard:
@@ -254,6 +397,7 @@ class TurnReader:
             return
         if self.must and is_whole:
             self.made.append(call)
+        self.bare = None
         if self.num_told is not None:
             piece.more += call.arguments[self.num_told:]
         elif not (self.one and self.num_calls):
@@ -264,22 +408,16 @@ class TurnReader:
         self.num_told = max(self.num_told or 0, len(call.arguments))
 
     def count_thought(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> int:
-        """How many of the text's tokens so far are a thought; marks around it don't count."""
-        thinks = self.state == "thinks"
-        if not self.thinks_here or self.may_think and not thinks:
-            return 0
-        end = len(token_ids) if thinks else self._place(self.form.thought, token_ids, decode)[0]
-        return end - self._place(self.form.think, token_ids, decode)[1]
+        """How many of the text's tokens so far are thoughts; marks around them don't count."""
+        def place(at: int, is_end: bool) -> int:
+            if (at, is_end) not in self.places:  # a token that holds the end's first letter is out
+                self.places[at, is_end] = bisect_left(
+                    range(len(token_ids)), at + is_end, key=lambda end: len(
+                        decode(token_ids[:end]))) - is_end
+            return self.places[at, is_end]
 
-    def _place(self, mark: str, token_ids: list[int], decode: Callable) -> tuple[int, int]:
-        """The first tokens that hold a mark, from the first to behind the last one: (5, 7) for
-        "</", "think>" behind five others. It is in the text, and looked for once."""
-        if mark not in self.places:
-            end = 1 + bisect_left(range(len(token_ids) - 1), True, key=lambda last: (
-                mark in decode(token_ids[:last + 1])))
-            self.places[mark] = next((start for start in range(end - 1, 0, -1) if mark in decode(
-                token_ids[start:end])), 0), end
-        return self.places[mark]
+        return sum((place(end[0], True) if end else len(token_ids)) - place(start, False)
+                   for start, *end in self.thoughts)
 
     # ------------------------------------------------------------- one call
 
@@ -374,67 +512,28 @@ class TurnReader:
         return JSON.decode("".join(parts))
 
 
-def kinds_of(schema: Any, root: dict) -> set[str]:
-    """The types that a schema allows. Empty: any type, or the schema doesn't say."""
-    kinds, ahead, seen = set[str](), [schema], set[int]()
-    while ahead:
-        one = resolve(ahead.pop(), root)
-        given, values = one.get("type"), one.get("enum", [one["const"]] if "const" in one else [])
-        found = {kind for kind in KINDS.values() if kind == given or (
-            isinstance(given, list) and kind in given)}
-        if not found and isinstance(values, list):
-            found = {KINDS.get(type(value), "") for value in values}
-        parts = one.get("anyOf", one.get("oneOf", one.get("allOf")))
-        if not found and not (isinstance(parts, list) and parts):
-            return set()
-        if not found and id(one) not in seen:  # a definition may be there a thousand times
-            ahead += parts
-        seen.add(id(one))
-        kinds |= found
-    return kinds
+class Draft:
+    """A text within a thought that begins as a call does."""
 
+    def __init__(self, form: TurnFormat, schemas: dict[str, Any]):
+        plain = replace(form, header="", think="", thought="", say="", end="")
+        self.reader, self.mark = TurnReader(plain, schemas, "", bare=False), form.thought
+        self.calls: list[Call] = []
+        self.said, self.num_read, self.num_within = "", 0, -1
 
-def forms_of(schema: Any, root: dict, depth: int = 8) -> list[dict]:
-    """The ways to put an object together from $ref, allOf, anyOf and oneOf, up to MAX_FORMS: a
-    schema without these for each. Raises `ValueError` if there is none; other errors for a schema
-    that is none."""
-    parts = [[one] for one in schema.get("allOf", ())]
-    parts += [[resolve(schema, root)]] if "$ref" in schema else []
-    parts += [schema[key] for key in ("anyOf", "oneOf") if key in schema]
-    found = [{key: schema[key] for key in schema if key not in {"$ref", "allOf", "anyOf", "oneOf"}}]
-    for choices in parts:
-        others = list(islice((form for one in choices if depth and "object" in (
-            kinds_of(one, root) or ("object",)) for form in forms_of(one, root, depth - 1)),
-            MAX_FORMS))
-        if not others:
-            raise ValueError("no object can be put together from its parts, or they are too deep")
-        found = [_joined(one, other) for one in found for other in others][:MAX_FORMS]
-    return found
-
-
-def _joined(one: dict, other: dict) -> dict:
-    """Two parts of an object as one. Where both speak of a key, it has both schemas."""
-    keys = {**one.get("properties", {})}
-    for key, value in other.get("properties", {}).items():
-        mine = keys.get(key, {})
-        fits = all(mine.get(word, said) == said for word, said in value.items())
-        keys[key] = mine | value if fits else {"allOf": [mine, value]}
-    return one | other | dict(properties=keys, required=[
-        *one.get("required", ()), *other.get("required", ())])
-
-
-def resolve(schema: Any, root: dict) -> dict:
-    """The schema that a reference leads to; one without a reference is returned as it is."""
-    for _ in range(8):
-        if not isinstance(schema, dict):
-            return {}
-        if not isinstance(name := schema.get("$ref"), str):
-            return schema
-        schema = root
-        for key in name.split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(key) if isinstance(schema, dict) else None
-    return {}
+    def read(self, text: str, ended: str | None) -> bool:
+        """Whether all of the text may be calls, and behind them the thought's end."""
+        ends = [end.end() for end in re.finditer(re.escape(self.mark), text)]
+        for end in sorted({*ends, len(text)}):
+            if end < self.num_read:
+                continue
+            piece = self.reader.feed(text[self.num_read:end], ended if end == len(text) else None)
+            self.num_read, self.said = end, self.said + piece.said
+            self.calls += piece.calls
+            if self.num_within < 0 and self.said.strip() == self.mark:
+                self.num_within = len(self.calls)
+        return self.mark.startswith(self.said.strip()) and (
+            self.num_within in (-1, len(self.calls)))
 
 
 def _clear(text: str, marks: list[str], holds_space: bool) -> int:

@@ -110,7 +110,8 @@ def test_a_call_that_was_made_before_ends_a_turn_that_must_call(server, stream):
         assert not reader.is_over
         piece = read(reader, text, range(len(text)), None)
         assert [call.name for call in piece.calls] == ["stop", "weather", "weather"][i:i + 1]
-    assert reader.span("more", False)[2] == len("more") and reader.feed("more") == Piece()
+    assert reader.span("more", False)[2] == len("".join(texts)) + len("more")
+    assert reader.feed("more") == Piece()
 
 
 def test_streamed_and_whole_are_the_same(client):
@@ -316,6 +317,24 @@ def test_the_tokens_of_a_thought_are_counted(template, words, count, stream):
     usage = got[-1]["usage"] if stream else got["usage"]
     assert usage["completion_tokens"] == len(words)
     assert usage["completion_tokens_details"] == dict(reasoning_tokens=count)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_all_call_is_one_unless_that_is_switched_off(server, stream):
+    """Nor where a form is asked for, or a call; a text around it is none of them."""
+    words = ["```json\n{", '"name": "stop", "arguments"', ": {}}", "\n```"]
+    got = told(ChatBody(**BODY, stream=stream), "Qwen2.5", words)
+    choices = [one["choices"][0] for one in got] if stream else got["choices"]
+    messages = [one["delta" if stream else "message"] for one in choices]
+    [call] = [call for one in messages for call in one.get("tool_calls", ())]
+    assert call["function"] == dict(name="stop", arguments="{}")
+    assert not any(one.get("content") for one in messages)
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    for bare, more in ((True, {}), (False, {}), (True, dict(tool_choice="required")),
+                       (True, dict(response_format=dict(type="json_object")))):
+        turns = ModelTurns(server.llm, bare_calls=bare)
+        reader = turns.reader(ChatBody(**BODY, **more), turns.form.header)
+        assert bool(reader.bare) == (bare and not more)
 
 
 def test_a_thought_that_the_prompt_has_ended_has_no_tokens():

@@ -15,8 +15,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from nanoserve import SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.messages import render_messages
+from nanoserve_extras.server.loose_calls import Call
 from nanoserve_extras.server.tool_format import derive
-from nanoserve_extras.server.tools import Call, Piece, TurnReader, kinds_of
+from nanoserve_extras.server.tool_schemas import kinds_of
+from nanoserve_extras.server.tools import Piece, TurnReader
 
 ASKED = [{"role": "user", "content": "What now?"}]
 TYPES = {"string": st.text(max_size=12) | st.sampled_from(
@@ -264,14 +266,45 @@ def test_arguments_are_told_as_they_are_written_where_a_grammar_keeps_to_the_for
     "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
     "<|channel|>commentary to=functions.add<|constrain|>json <|message|>",
     " to=functions.add<|channel|>commentary <|constrain|>json<|message|>",
-    "<|channel|>commentary to=functions.add json<|message|>"])
-def test_gpt_oss_may_name_the_channel_in_front_of_the_tool(header):
-    """As openai_harmony's description has it; the template writes it behind. The token that ends
+    "<|channel|>commentary to=functions.add json<|message|>",
+    "<|channel|>commentary to=functions.add<|message|>",
+    "<|channel|>commentary to=functions.add code<|message|>",
+    "<|channel|>analysis to=functions.add <|constrain|>json<|message|>",
+    " to=functions.add<|channel|>analysis code<|message|>"])
+def test_gpt_oss_may_name_channel_tool_and_kind_in_any_order(header):
+    """As openai_harmony's description has it; the template writes one of these. The token that ends
     the turn is not in the text."""
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     for cuts in ([], [40, 70], range(200)):
         assert read(TurnReader(FORMATS["gpt-oss"], {"add": {}}, ""), f'{thought}{header}{{"x": 1}}',
                     cuts) == Piece("Hm.", "", [Call("add", '{"x": 1}')])
+
+
+@pytest.mark.parametrize(("messages", "piece"), [
+    (["analysis<|message|>Hm.", "commentary<|message|>I look.",
+      'commentary to=functions.add <|constrain|>json<|message|>{"x": 1}'],
+     Piece("Hm.", "I look.", [Call("add", '{"x": 1}')])),
+    (["analysis<|message|>Hm.", "commentary<|message|>First.", "final<|message|>Then."],
+     Piece("Hm.", "First.\n\nThen.")),
+    (["analysis<|message|>Hm.", "analysis<|message|>So.", "final<|message|>Yes."],
+     Piece("Hm.\n\nSo.", "Yes.")),
+    (["commentary<|message|>I look.", "analysis<|message|>Hm.", "final<|message|>Yes."],
+     Piece("Hm.", "I look.\n\nYes.")),
+    (['final <|constrain|>json<|message|>{"k": 1}'], Piece("", '{"k": 1}')),
+    (['commentary to=functions.add<|message|>{}', 'commentary to=functions.add<|message|>{"x": 1}',
+      "final<|message|>Yes."], Piece("", "Yes.", [Call("add", "{}"), Call("add", '{"x": 1}')])),
+    (['commentary to=functions.other<|message|>{"y": 2}'], Piece("", '{"y": 2}')),
+    (["analysis to=python code<|message|>print(1)", "final<|message|>Yes."],
+     Piece("print(1)", "Yes."))])
+def test_of_gpt_oss_messages_nothing_is_lost_and_no_mark_is_shown(messages, piece):
+    text = "<|end|><|start|>assistant".join(f"<|channel|>{message}" for message in messages)
+    for end in ("", "<|end|>"):
+        for cuts in ([], range(len(text) + 9), range(0, len(text), 7)):
+            reader = TurnReader(FORMATS["gpt-oss"], {"add": {}}, FORMATS["gpt-oss"].header)
+            assert read(reader, text + end, cuts) == piece
+        letters = list(text + end)  # each a token
+        count = reader.count_thought(letters, "".join)
+        assert count == len(piece.thought.replace("\n\n", ""))
 
 
 def test_a_model_may_leave_a_calls_id_out():
