@@ -283,7 +283,7 @@ class Scheduler:
             if not is_decode or most <= 0:
                 continue
             for ask in [*self.hooks.force, *self.hooks.draft]:
-                if drafts := ask(seq, most):
+                if drafts := ask(seq, most)[:most]:
                     self.blocks.allocate(seq, num_known + len(drafts))
                     step.drafts[seq] = drafts
                     step.num_new_tokens[seq] += len(drafts)

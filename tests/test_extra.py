@@ -73,7 +73,7 @@ class Drafter(Extra):
         if self.calls == self.fails_in:
             raise KeyError("draft")
         done = len(seq.output_token_ids)
-        rest = self.texts[tuple(seq.token_ids[:seq.num_prompt_tokens])][done:][:most]
+        rest = self.texts[tuple(seq.token_ids[:seq.num_prompt_tokens])][done:]  # more than `most`
         return [token + ((done + i) % 3 == 2) for i, token in enumerate(rest)]
 
 
