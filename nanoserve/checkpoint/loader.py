@@ -48,7 +48,7 @@ FORMATS = {"safetensors": [("model.safetensors", "*.safetensors")],
            "pt": [("pytorch_model.bin", "pytorch_model*.bin")]}
 FORMATS["auto"] = FORMATS["safetensors"] + FORMATS["pt"]
 # Buffers that older files carry, see `follows`.
-ROPE_TABLES = re.compile(r"rot\w*_emb\.(\w*inv_freq|freqs|(cos|sin)\w*)$|rope\.freqs$|freqs_cis$")
+ROPE_TABLES = re.compile(r"(rotary\w*|rope)\.(\w*inv_freq|freqs|(cos|sin)\w*)$|\bfreqs_cis$")
 MASKS = re.compile(r"(attn|attention)\.(bias|mask|causal_mask)$")
 DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with its file and name

@@ -126,7 +126,8 @@ def test_weights_are_converted_to_the_engines_dtype(checkpoints):
 ROTARY = "model.layers.0.self_attn.rotary_emb."
 BUFFERS = {ROTARY + "inv_freq": (8,), "model.rotary_emb.original_inv_freq": (8,),
            ROTARY + "cos_cached": (1, 1, 64, 16), ROTARY + "sin_cached": (64, 16),
-           "rope.freqs": (8,), "model.layers.1.self_attn.bias": (1, 1, 64, 64),
+           "rope.freqs": (8,), "model.layers.0.self_attention.maybe_rotary.inv_freq": (8,),
+           "model.layers.1.self_attn.bias": (1, 1, 64, 64),
            "model.layers.1.self_attn.masked_bias": ()}
 
 
