@@ -279,9 +279,9 @@ def mend_tokenizer(tokenizer, entries: dict) -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     kind, pre = (entries.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     backend = tokenizer.backend_tokenizer
-    backend.add_special_tokens([
-        AddedToken(entries["tokenizer.ggml.tokens"][i], special=True, normalized=False)
-        for i in read_ends(entries)])
+    ends = [entries["tokenizer.ggml.tokens"][i] for i in read_ends(entries)]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ends
+                                if backend.token_to_id(text) is not None])
     if kind == "gpt2" and pre in BY_DIGITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
