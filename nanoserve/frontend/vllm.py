@@ -171,6 +171,15 @@ TABLE = (
         "(work) calls work while no step runs. For update_weights or sleep no request may run: "
         "abort them, or wait for their end"),
     Row("method", "reset_mm_cache reset_encoder_cache", "reset_prefix_cache() empties all caches"),
+    Row("LLM", "model_loader_extra_config ignore_patterns", "weights are read from the folder's "
+        "own files: leave it out"),
+    Row("LLM", "kv_events_config", "LLM.get_metrics() has the cache's numbers, and "
+        "trace='run.html' its steps"),
+    Row("prompt", "multi_modal_uuids"),  # images are told apart by their pixels
+    Row("prompt", "encoder_prompt decoder_prompt", "there are no models with an encoder and a "
+        "decoder here: use prompt"),
+    Row("method", "create_engine_config", "LLM.from_engine_args and AsyncLLM.from_engine_args take "
+        "these arguments as they are"),
     Row("LLM", "weight_transfer_config", UPDATE),
     Row("method", "init_weight_transfer_engine start_weight_update finish_weight_update "
         "get_world_size reload_weights", UPDATE),

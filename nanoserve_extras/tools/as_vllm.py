@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 import nanoserve
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.frontend.command import command
-from nanoserve.frontend.vllm import BEST, UPDATE, in_our_words, nearest
+from nanoserve.frontend.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
 from nanoserve.llm import BUNDLED_MODEL, find_folder
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated
@@ -156,6 +156,9 @@ class CliEngineArgs(EveryOption):
 
     def __init__(self, model: str = str(BUNDLED_MODEL), **options):
         super().__init__(model=model, **translated(model, options))
+
+    def __getattr__(self, name: str):
+        raise AttributeError(missing_method(name, dir(type(self)), "EngineArgs"))
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

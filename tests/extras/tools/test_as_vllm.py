@@ -154,6 +154,12 @@ except ValueError as error:
     assert "pass them as the prompts" in str(error)
     print(output.outputs[0].text)
 """
+ENGINE = """
+from vllm import LLMEngine
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+args = AsyncEngineArgs(model="storyteller", max_model_len=64, num_gpu_blocks_override=16)
+"""
 SERVED = ["--max_model_len", "256", "--dtype", "float32", "--num-gpu-blocks-override", "64"]
 
 
@@ -192,9 +198,15 @@ def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
     ("from vllm import SamplingParam", "SamplingParams"),
     ("from vllm.logprobs import Logprob; from vllm import ModelRegistry", "row in checkpoint"),
     ("import vllm.envs as envs; envs.VLLM_USE_V1", "options of LLM"),
+    ("from vllm.config import WeightTransferConfig", "LLM.update_weights takes"),
+    ("from vllm.engine.arg_utils import AsyncEngineArgs\n"
+     "AsyncEngineArgs(model='m').create_engine_config()", "AsyncLLM.from_engine_args take"),
+    (ENGINE + "LLMEngine.from_engine_args(args).reset_prefix_cache(reset_running_requests=True)",
+     "abort the requests"),
+    (ENGINE + "AsyncLLM.from_engine_args(args).pause_generation(mode='keep')", "between_steps"),
     ("from vllm.worker.worker import Worker", "vllm.worker.worker.Worker: it is not here")])
 def test_a_name_that_is_missing_says_what_to_use(tmp_path, line, said):
-    with pytest.raises(ImportError, match=said):
+    with pytest.raises((ImportError, AttributeError, ValueError), match=said):
         run(tmp_path, line)
 
 
