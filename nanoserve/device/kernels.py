@@ -30,7 +30,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoserve import ops
 from nanoserve.batch import Batch
 from nanoserve.device.kernels_delta import delta_rule
 from nanoserve.device.kernels_fused import (
@@ -46,6 +45,7 @@ from nanoserve.device.kernels_fused import (
 )
 from nanoserve.device.kernels_sampling import draw, floors
 from nanoserve.ops import argmax, look_up, new_cache, pack
+from nanoserve.ops import linear as plain_linear
 
 # The namespace. Matrix products are cuBLAS's, which `ops` calls through torch; the cache is `ops`'s
 # own (in 8 bits in another order); all but attention comes from the other files of kernels.
@@ -92,7 +92,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = No
            out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """`ops.linear`; cuBLAS can store the float32 sums that it makes in any case."""
     if out_dtype in (None, x.dtype) or not x.is_cuda:
-        return ops.linear(x, packed, bias, out_dtype)
+        return plain_linear(x, packed, bias, out_dtype)
     out = torch.mm(x, packed.T, out_dtype=out_dtype)
     return out if bias is None else out + bias
 
