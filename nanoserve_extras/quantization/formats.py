@@ -12,6 +12,7 @@ et al. 2022.) The formats differ in how they store q, s and z, under which names
                         nvfp4-, mxfp4-  weight_packed, e2m1              per 16 (and one of all), 32
     modelopt                            weight, e4m3 or e2m1                      one; as with nvfp4
     mxfp4               gpt-oss's       ..._blocks, e2m1                          ..._scales, per 32
+    nanoserve           weight, 4 bits in pairs, or int8         weight_minimum (-z * s)   per group
     gptq                                qweight, transposed     qzeros, stored minus 1     per group
     awq                                 qweight, transposed     qzeros, both in its own order
 
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoserve.checkpoint.loader import translated
-from nanoserve_extras.quantization.quantized_linear import Quantised
+from nanoserve_extras.quantization.quantized_linear import Quantised, unpaired, with_minima
 
 Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]
@@ -78,12 +79,13 @@ class Format(NamedTuple):
     """
 
     parts: tuple[str, ...]
-    read: Callable[[Parts], Numbers]
+    read: Callable[[Parts], Numbers | Quantised]
     bits: int = 8
     is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
     optional: str = ""
     passed_over: tuple[str, ...] = ()
     find: Callable[[str], "Format | None"] | None = None
+    served: str = "dequantize"  # what it is where `quantization=` is left out
 
     def of(self, module: str) -> "Format":
         """That of one matrix. Raises `ValueError` for one that no group of a mixture names."""
@@ -96,9 +98,9 @@ class Format(NamedTuple):
 def assemble(tensors: Tensors, entry: dict, keep: bool = False, later: bool = False) -> Tensors:
     """The tensors of a checkpoint, each group of parts become one weight (outputs, inputs).
 
-    entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups becomes a
-    `Quantised`. later: yield functions that make the weights. Raises `ValueError` naming file and
-    tensor.
+    entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups, or of a format
+    of ours, becomes a `Quantised`. later: yield functions that make the weights. Raises
+    `ValueError` naming file and tensor.
     """
     def made(file: Path, module: str, parts: Parts) -> tuple:
         make = partial(make_weight, file, module, parts, form.of(module), keep)
@@ -158,6 +160,8 @@ def make_weight(file: Path, module: str, parts: Parts, form: Format,
         numbers = form.read(parts)
         if form.read is experts_of:
             return numbers
+        if isinstance(numbers, Quantised):
+            return numbers if keep else numbers[:]
         return kept(numbers) if keep and form.bits == 4 else dense(numbers)
     except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in parts.items())
@@ -172,7 +176,7 @@ def read_format(entry: dict) -> Format:
     """What a `quantization_config` says. Raises `ValueError` for what is not supported."""
     method = entry.get("quant_method")
     readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
-               "awq": read_awq, "modelopt": read_modelopt,
+               "awq": read_awq, "modelopt": read_modelopt, "nanoserve": read_own,
                "mxfp4": lambda entry: Format(("blocks", "scales"), experts_of)}
     if method == "auto-round":  # it writes GPTQ's tensors, or AWQ's
         allow(entry, "data_type", ("int",), "int")
@@ -455,6 +459,28 @@ def group_size(entry: dict) -> int | None:
     return None if size in (None, -1) else blocks("group_size", size, 1)[0]
 
 
+def read_own(entry: dict) -> Format:
+    """What `nanoserve convert` writes: numbers as they lie in memory, float16 or float32 scales."""
+    bits = allow(entry, "bits", (4, 8))
+
+    def read(p: Parts) -> Quantised:
+        values = checked(p["weight"], torch.uint8, torch.int8)
+        values = unpaired(values) if values.dtype == torch.uint8 else values
+        scales, minima = floats(p["weight_scale"]), floats(p["weight_minimum"])
+        (rows, inputs), (_, groups) = values.shape, scales.shape
+        size = inputs // max(groups, 1)
+        if scales.shape != (rows, groups) or size * groups != inputs or (
+                minima.shape not in ((rows, 0), (rows, groups))):
+            raise ValueError(f"{tuple(scales.shape)} scales, {tuple(minima.shape)} minima")
+        if not (scales.isfinite().all() and minima.isfinite().all()):
+            raise ValueError("a scale is not a number, or has no end")
+        if minima.shape[1]:
+            return with_minima(values, scales, minima, size)
+        return Quantised(values, scales, None, size)
+
+    return Format(("weight", "weight_scale", "weight_minimum"), read, bits, served=f"int{bits}")
+
+
 # ------------------------------------------------------------------- arithmetic
 
 
@@ -472,7 +498,7 @@ def kept(numbers: Numbers) -> Quantised | torch.Tensor:
     size = int((groups == 0).sum())
     if not size or not torch.equal(groups, torch.arange(len(groups)) // size):
         return dense(numbers)
-    return Quantised(numbers.values.to(torch.uint8), zeros.to(torch.uint8), scales, size)
+    return with_minima(numbers.values.to(torch.uint8), scales, -zeros.float() * scales, size)
 
 
 def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:

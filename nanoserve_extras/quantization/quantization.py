@@ -1,11 +1,12 @@
 """How weights are kept: which layers an engine gets for `LLM(quantization=...)`.
 
-    a checkpoint that is quantised    formats.py       becomes floats, or keeps its own 4 bits
+    a checkpoint that is quantised    formats.py       becomes floats, or keeps its own numbers
     int8, int4                        QuantisedLinear  rounds what is float, and packs it
                                       QuantisedExperts the same for a mixture's experts
 
-Without the option a quantised checkpoint is dequantised, and any other is loaded as it is. Which
-product a packed weight brings along depends on the engine's operators: `kind_of_weight`.
+Without the option a quantised checkpoint is dequantised, but for one that `nanoserve convert`
+wrote, which stays as it is; and any other is loaded as it is. Which product a packed weight brings
+along depends on the engine's operators: `kind_of_weight`.
 
 Invariant: the choice is made, and what can't work is refused, before a weight is read.
 """
@@ -61,7 +62,7 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
         if form.passed_over:
             say(f"{config.model}: fixed scales of activations are passed over, as are those of "
                 "keys and values and rounding by token: all are as accurate as dtype says")
-        kind = kind or ("dequantize" if form.parts else None)
+        kind = kind or (form.served if form.parts else None)
     elif kind == "dequantize" and plan.draft_folder is None:
         raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
                          "it out, or use 'int8', which rounds any checkpoint")
@@ -70,13 +71,14 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
         # Of 4 bits in a checkpoint nothing else is rounded to 4 bits; made-up ones are rounded.
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
         size = GROUP if kind == "int4" and not is_4 else 0
+        is_kept = form is not None and kind == f"int{form.bits}"
         linear = partial(QuantisedLinear, kind=weight, size=size)
         if config.expert_parallel:
             raise ValueError(f"expert_parallel=True with quantization={kind!r}: leave it out, so "
                              "that each rank has a part of every expert")
         layers = {"linear": linear, "experts": partial(QuantisedExperts, linear=linear),
                   "embedding": partial(QuantisedEmbedding, kind=weight),
-                  "assemble": partial(assemble, keep=kind == "int4")}
+                  "assemble": partial(assemble, keep=is_kept)}
         if config.kernels == "cpu":
             try:
                 library()  # compiled before the weights are read, and not in the first step

@@ -1,28 +1,32 @@
-// x @ weight.T for a weight of whole numbers: int8 by row, or 4 bits in groups.
+// x @ weight.T for a weight of whole numbers: int8 by row, or 4 or 8 bits in groups.
 //
 // The loop is device/cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
 // long as there are inputs; a unit is two neighbouring inputs. A unit of a panel becomes 32 numbers
 // of 16 bits in a register, and one instruction multiplies them by a row's unit and adds both
 // products to 16 sums of 32 bits:
 //
-//     int8: panel (units, 16, 2)         rows (units, R), two int16 each         sums (R, 16 P)
+//     8 bits: panel (units, 16, 2)       rows (units, R), two int16 each         sums (R, 16 P)
 //     unit 0   o0 o0 o1 o1 ... o15 o15   unit 0   r0 r1 .. rR     block scale    r0  o0 o1 ... o15
 //     unit 1   o0 o0 o1 o1 ... o15 o15   unit 1   r0 r1 .. rR     of r0, r1 ..   r1
 //
 // For that the activations become whole numbers of 16 bits, too: each block of 512 inputs of a row
 // has its own scale, the largest number in it over 32767. That keeps 15 bits of the largest number,
-// where bfloat16 has 8. Why 512: a block's sum is 512 * 127 * 32767 at most, which is just below
+// where bfloat16 has 8. Why 512: a block's sum is 512 * 128 * 32767 at most, which is just below
 // 2^31. Behind a block the sums are scaled and added up in float32. Zeros fill a panel's last units,
 // so that a loop can take four at a time.
 //
-// Of 4 bits, weight = (q - z) * s, and a group of inputs shares s and z. A panel is one stream of
-// lines of 64 bytes, 32 bits for each output. A group's first line has s, a float32 whose last four
-// bits are z. Each of the others has four units: in the low half of an output's word their first
-// inputs, in the high half their second ones. A shift and a mask make 16 bits of any of them:
+// In groups, weight = q * s + m, and the inputs of a group share s and m. So what a group adds to a
+// result is s * (sum of q x) + m * (sum of x), and the last sum is the same for all outputs. A
+// panel is one stream, for each group the head and then the numbers:
 //
-//     line       word of an output, from the highest bits down
-//     head       s s s s s s s z              shifted by 4, the low half has q2 and the high half
-//     units 0-3  q7 q5 q3 q1 q6 q4 q2 q0      q3: unit 1
+//     head       16 s, 16 m in float16, a line of 64 bytes; or a line of 16 s in float32, and
+//                perhaps one of 16 m. int8 by row: one group, a line of s
+//     8 bits     as above
+//     4 bits     lines of 64 bytes, 32 bits for each output, which are four units: in the low half
+//                of an output's word their first inputs, in the high half their second ones. A
+//                shift and a mask make 16 bits of any of them: shifted by 4, the low half of
+//                    q7 q5 q3 q1 q6 q4 q2 q0      (the highest bits first)
+//                has q2 and the high half q3: unit 1
 //
 // Behind a group the sums are scaled. Groups divide 512, so a row has one scale in each.
 //
@@ -31,7 +35,7 @@
 // fast where products and not bytes are the limit: they change the text (W8A8), these do not.
 //
 // On matrix tiles panels are widened to bfloat16, once for all rows of a portion, and activations are
-// not rounded. An int8 is a bfloat16 as it is, and 4 bits are rounded behind (q - z) * s.
+// not rounded. An int8 is a bfloat16 as it is; in groups, weights are rounded behind q * s + m.
 //
 // Shapes and dtypes are checked in device/library.py. Built by device/build.py.
 
@@ -57,8 +61,8 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
 
-// 2 * LANES numbers of 8 bits, widened; those of unit k of a line of 4 bits, less their zero
-// points; and what they add to the sums.
+// 2 * LANES numbers of 8 bits, widened; those of unit k of a line of 4 bits; and what they add to
+// the sums. And LANES numbers of float16.
 #if defined(__AVX512BW__)
 typedef __m512i Wide;
 inline Wide widen(const uint8_t *at) {
@@ -71,6 +75,10 @@ inline void multiply_add(Ints &sum, Wide line, int32_t row) {
     sum += (Ints)_mm512_madd_epi16(line, _mm512_set1_epi32(row));
 #endif
 }
+inline Vector halves_at(const uint8_t *at) {
+    // GCC 12 warns of the form without a mask, -Wmaybe-uninitialized.
+    return (Vector)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i *)at));
+}
 #elif defined(__AVX2__)
 typedef __m256i Wide;
 inline Wide widen(const uint8_t *at) {
@@ -78,6 +86,9 @@ inline Wide widen(const uint8_t *at) {
 }
 inline void multiply_add(Ints &sum, Wide line, int32_t row) {
     sum += (Ints)_mm256_madd_epi16(line, _mm256_set1_epi32(row));
+}
+inline Vector halves_at(const uint8_t *at) {
+    return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
 }
 #else
 struct Wide { Ints first, second; };  // each output's first input, and its second
@@ -87,121 +98,153 @@ inline Wide widen(const uint8_t *at) {
         line.first[i] = int8_t(at[2 * i]), line.second[i] = int8_t(at[2 * i + 1]);
     return line;
 }
-inline Wide unpack(Bits line, int k, Bits zeros) {
-    return {(Ints)(line >> 4 * k & 15) - (Ints)(zeros & 15),
-            (Ints)(line >> (16 + 4 * k) & 15) - (Ints)(zeros & 15)};
+inline Wide unpack(Bits line, int k) {
+    return {(Ints)(line >> 4 * k & 15), (Ints)(line >> (16 + 4 * k) & 15)};
 }
 inline void multiply_add(Ints &sum, const Wide &line, int32_t row) {
     sum += line.first * int32_t(int16_t(row)) + line.second * (row >> 16);
 }
-#endif
-#if defined(__AVX2__)
-inline Wide unpack(Bits line, int k, Bits zeros) {  // zeros: in both halves
-    return (Wide)(((Halves)line >> 4 * k & 15) - (Halves)zeros);
+inline Vector halves_at(const uint8_t *at) {
+    Vector numbers;
+    for (int i = 0; i < LANES; i++) {
+        uint16_t half;
+        std::memcpy(&half, at + 2 * i, 2);
+        // The exponent's bias is 15 there and 127 here.
+        const float size = as_float(uint32_t(half & 0x7fff) << 13) * 0x1p112f;
+        numbers[i] = half & 0x8000 ? -size : size;
+    }
+    return numbers;
 }
 #endif
+#if defined(__AVX2__)
+inline Wide unpack(Bits line, int k) { return (Wide)((Halves)line >> 4 * k & 15); }
+#endif
 
-inline Bits bits_at(const uint8_t *at) { Bits x; std::memcpy(&x, at, sizeof x); return x; }
+template <class X> X at(const uint8_t *place) { X x; std::memcpy(&x, place, sizeof x); return x; }
 inline void add_scaled(Vector sums, float scale, float *out) {
-    Vector total;
-    std::memcpy(&total, out, sizeof total);
+    Vector total = at<Vector>(reinterpret_cast<const uint8_t *>(out));
     total += sums * scale;
     std::memcpy(out, &total, sizeof total);
 }
+
+// How a panel's numbers lie. floats: numbers of float32 in a group's head, for each output; 0 stands
+// for two of float16. group: units of a group; of int8 by row, whose scales are left to the caller,
+// those of a block.
+struct Groups {
+    long group;
+    int floats;
+    bool by_row;
+    long head() const { return (floats == 2 ? 2 : 1) * PANEL * 4; }  // bytes
+    // Scales of LANES outputs of a panel, and their minima; v: which of its vectors.
+    void read(const uint8_t *head, int v, Vector &scales, Vector &minima) const {
+        const uint8_t *const place = head + v * 4 * LANES;
+        if (floats == 0) {
+            scales = halves_at(head + v * 2 * LANES);
+            minima = halves_at(head + (PANEL + v * LANES) * 2);
+        } else {
+            scales = at<Vector>(place);
+            minima = floats == 2 ? at<Vector>(place + 4 * PANEL) : Vector{};
+        }
+    }
+};
 
 // ------------------------------------------------------------------- the loop
 
 constexpr int UNITS = 4;  // of a line
 template <int BITS> constexpr long LINE = UNITS * PANEL * BITS / 4;  // bytes
 
-// out (R, 16 * P) = rows (units, R) times P panels. scales: of the rows' blocks, (blocks, R). next:
-// what is read afterwards, which is fetched meanwhile; or null. One row alone is one stream, which
-// the CPU itself fetches early enough. group: its units, of 4 bits; of 8 bits those of a block.
+// A tile of rows as whole numbers: (units, R), the scales of their blocks, (blocks, R), and the sums
+// of their groups, (groups, R).
+struct Rows {
+    const int32_t *units;
+    const float *scales, *sums;
+};
+
+// out (R, 16 * P) = rows times P panels. next: what is read afterwards, which is fetched meanwhile;
+// or null. One row alone is one stream, which the CPU itself fetches early enough. P is 1 unless
+// numbers are int8 by row.
 //
 // A sum waits for its last addition. Few rows have nothing else to do meanwhile, so they have some
 // sums for each output, which are added up in the end: CHAINS. (docs/LOG.md, 2026-11-27.)
-template <int BITS, int R, int P>
-void multiply(const int32_t *rows, const float *scales, const uint8_t *const *panels,
-              const uint8_t *const *next, long units, long group, float *out) {
+template <int BITS, bool GROUPED, int R, int P>
+void multiply(Rows rows, const uint8_t *const *panels, const uint8_t *const *next, long units,
+              const Groups &groups, float *out) {
     constexpr int WIDTH = P * VECTORS;  // vectors of a row's sums
     constexpr int CHAINS = R == 1 ? UNITS : LANES == 16 && R * P <= 8 ? 2 : 1;
     // Units that are unrolled. With AVX2's 16 registers more of them would be spilled.
     constexpr int TOGETHER = BITS == 4 && LANES == 16 ? UNITS : CHAINS;
     std::memset(out, 0, R * P * PANEL * sizeof(float));
-    long at = 0;  // in a panel
+    long place = GROUPED ? 0 : groups.head();  // in a panel
     Vector block[R * WIDTH] = {};
     for (long first = 0, end; first < units; first = end) {
-        end = std::min(first + group, units);
-        Vector weight_scales[WIDTH] = {};
-        Bits zeros[WIDTH] = {};
-        if constexpr (BITS == 4) {
+        end = std::min(first + groups.group, units);
+        Vector weight_scales[WIDTH] = {}, minima[WIDTH] = {};
+        if constexpr (GROUPED) {
 #pragma GCC unroll 16
-            for (int i = 0; i < WIDTH; i++) {
-                const Bits head = bits_at(panels[i / VECTORS] + at + i % VECTORS * 4 * LANES);
-                weight_scales[i] = (Vector)(head & ~15u);
-                zeros[i] = (head & 15) * 0x10001;
-            }
-            at += LINE<BITS>;
+            for (int i = 0; i < WIDTH; i++)
+                groups.read(panels[i / VECTORS] + place, i % VECTORS, weight_scales[i], minima[i]);
+            place += groups.head();
         }
         Ints sums[CHAINS * R * WIDTH];
 #pragma GCC unroll 64
         for (int i = 0; i < CHAINS * R * WIDTH; i++) sums[i] = Ints{};
-        for (long u = first; u < end; u += UNITS, at += LINE<BITS>) {
+        for (long u = first; u < end; u += UNITS, place += LINE<BITS>) {
             if (R > 1 && next)
                 for (int p = 0; p < P; p++)
                     for (long byte = 0; byte < LINE<BITS>; byte += 64)
-                        __builtin_prefetch(next[p] + at + byte);
+                        __builtin_prefetch(next[p] + place + byte);
             Bits line[WIDTH] = {};  // Units of 8 bits are read one by one.
             if constexpr (BITS == 4) {
 #pragma GCC unroll 16
                 for (int i = 0; i < WIDTH; i++)
-                    line[i] = bits_at(panels[i / VECTORS] + at + i % VECTORS * 4 * LANES);
+                    line[i] = at<Bits>(panels[i / VECTORS] + place + i % VECTORS * 4 * LANES);
             }
 #pragma GCC unroll 1
             for (int k = 0; k < UNITS; k += TOGETHER) {
 #pragma GCC unroll 4
-                for (int c = 0; c < TOGETHER; c++, rows += R) {
+                for (int c = 0; c < TOGETHER; c++, rows.units += R) {
                     Wide unit[WIDTH];
 #pragma GCC unroll 16
                     for (int i = 0; i < WIDTH; i++)
-                        if constexpr (BITS == 4) unit[i] = unpack(line[i], k + c, zeros[i]);
-                        else unit[i] = widen(panels[i / VECTORS] + at +
+                        if constexpr (BITS == 4) unit[i] = unpack(line[i], k + c);
+                        else unit[i] = widen(panels[i / VECTORS] + place +
                                              ((k + c) * VECTORS + i % VECTORS) * 2 * LANES);
 #pragma GCC unroll 64
                     for (int i = 0; i < R * WIDTH; i++)
                         multiply_add(sums[c % CHAINS * R * WIDTH + i], unit[i % WIDTH],
-                                     rows[i / WIDTH]);
+                                     rows.units[i / WIDTH]);
                 }
             }
         }
-        // A group of 512 inputs is 512 * 15 * 32767 at most, an eighth of what 32 bits hold.
 #pragma GCC unroll 64
         for (int i = R * WIDTH; i < CHAINS * R * WIDTH; i++) sums[i % (R * WIDTH)] += sums[i];
-        const bool ends_block = BITS == 8 || end % BLOCK_UNITS == 0 || end == units;
+        const bool ends_block = !GROUPED || end % BLOCK_UNITS == 0 || end == units;
 #pragma GCC unroll 64
         for (int i = 0; i < R * WIDTH; i++) {
             Vector sum = __builtin_convertvector(sums[i], Vector);
-            if constexpr (BITS == 4) sum = block[i] + sum * weight_scales[i % WIDTH];
-            if (ends_block) add_scaled(sum, scales[i / WIDTH], out + i * LANES);
+            if constexpr (GROUPED)
+                sum = block[i] + sum * weight_scales[i % WIDTH] +
+                      minima[i % WIDTH] * rows.sums[i / WIDTH];
+            if (ends_block) add_scaled(sum, rows.scales[i / WIDTH], out + i * LANES);
             block[i] = ends_block ? Vector{} : sum;
         }
-        if (ends_block) scales += R;
+        if (ends_block) rows.scales += R;
+        if (GROUPED) rows.sums += R;
     }
 }
 
-using Multiply = void (*)(const int32_t *, const float *, const uint8_t *const *,
-                          const uint8_t *const *, long, long, float *);
+using Multiply = decltype(&multiply<8, false, 1, 1>);
 
-// The loop for a tile of `rows` rows and `panels` panels, 1 or 2; of 4 bits it is always 1.
+// The loop for a tile of `rows` rows and `panels` panels, 1 or 2; in groups it is always 1.
 template <int... R>
-Multiply pick_loop(int rows, long panels, bool is_4, std::integer_sequence<int, R...>) {
+Multiply pick_loop(int rows, long panels, bool is_4, bool by_row, std::integer_sequence<int, R...>) {
     static const Multiply loops[][sizeof...(R)] = {
-        {multiply<8, R + 1, 1>...}, {multiply<8, std::min(R + 1, MAX_ROWS[2]), 2>...},
-        {multiply<4, R + 1, 1>...}};
-    return loops[is_4 ? 2 : panels - 1][rows - 1];
+        {multiply<8, false, R + 1, 1>...}, {multiply<8, false, std::min(R + 1, MAX_ROWS[2]), 2>...},
+        {multiply<8, true, R + 1, 1>...}, {multiply<4, true, R + 1, 1>...}};
+    return loops[by_row ? panels - 1 : is_4 ? 3 : 2][rows - 1];
 }
-Multiply loop_for(int rows, long panels, bool is_4) {
-    return pick_loop(rows, panels, is_4, std::make_integer_sequence<int, MAX_ROWS[1]>());
+Multiply loop_for(int rows, long panels, bool is_4, bool by_row) {
+    return pick_loop(rows, panels, is_4, by_row, std::make_integer_sequence<int, MAX_ROWS[1]>());
 }
 
 // How rows are cut into tiles: as few as registers allow, of equal size; the last is filled up.
@@ -210,17 +253,19 @@ Multiply loop_for(int rows, long panels, bool is_4) {
 struct Tiling {
     int rows, panels;  // of a tile
     long tiles;
-    Tiling(long count, bool is_4, bool on_tiles) {
-        panels = on_tiles || (LANES == 16 && count > MAX_ROWS[1] && !is_4) ? 2 : 1;
+    Tiling(long count, bool by_row, bool on_tiles) {
+        panels = on_tiles || (LANES == 16 && count > MAX_ROWS[1] && by_row) ? 2 : 1;
         tiles = ceil_div(count, on_tiles ? 2 * TILE : MAX_ROWS[panels]);
         rows = int(ceil_div(count, tiles));
         if (on_tiles) rows = int(ceil_div(rows, TILE) * TILE);
     }
 };
 
-// A row in whole numbers, a block at a time, into its place in a tile of `tile_rows` rows.
+// A row in whole numbers, a block at a time, into its place in a tile of `tile_rows` rows. group:
+// inputs whose sum goes to `sums`.
 template <class T>
-void round_row(const T *x, long inputs, int tile_rows, int32_t *units, float *scales) {
+void round_row(const T *x, long inputs, int tile_rows, long group, int32_t *units, float *scales,
+               float *sums) {
     for (long first = 0; first < inputs; first += BLOCK, x += BLOCK, scales += tile_rows) {
         const long count = std::min(BLOCK, inputs - first);
         uint32_t top = 0;  // of the numbers without their sign; NaN is the highest, then infinity
@@ -233,52 +278,68 @@ void round_row(const T *x, long inputs, int tile_rows, int32_t *units, float *sc
         for (long i = 0; i < count; i++)
             rounded[i] = int16_t(as_bits(wide(x[i]) * factor + 12582912.0f) - 0x4b400000u);
         if (count % 2) rounded[count] = 0;
+        for (long start = 0; start < count; start += group, sums += tile_rows) {
+            int32_t sum = 0;  // 512 * 32767 at most, which float32 has exactly
+            for (long i = start; i < std::min(start + group, count); i++) sum += rounded[i];
+            *sums = float(sum);
+        }
         for (long i = 0; i < count; i += 2, units += tile_rows) std::memcpy(units, rounded + i, 4);
     }
 }
 
-// A panel of `size` bytes as one of bfloat16 with `units` units, at a place of 2. group: as below.
-inline const uint32_t *widen(const uint8_t *panel, long size, long group, long units, int place) {
-    const long room = (units + group) * PANEL;  // the last group may be longer than the inputs
-    uint32_t *const made = scratch<uint32_t>(2, 2 * room) + place * room, *out = made;
-    std::memset(out + (units - HALF) * PANEL, 0, HALF * 64);  // behind the last input
-    BFloat16 *numbers = reinterpret_cast<BFloat16 *>(out);
-    for (long i = 0; !group && i < size; i++) widen(int8_t(panel[i]), numbers[i]);
-    uint32_t head[PANEL], line[PANEL];
-    for (long at = 0; group && at < size; at += 64) {
-        const bool is_head = at / 64 % (1 + group / 8) == 0;
-        std::memcpy(is_head ? head : line, panel + at, 64);
-        for (int k = 0; !is_head && k < UNITS; k++, out += PANEL)
-            for (int o = 0; o < PANEL; o++) {
-                const float scale = as_float(head[o] & ~15u), zero = float(head[o] & 15);
-                BFloat16 first, second;
-                narrow((float(line[o] >> 4 * k & 15) - zero) * scale, first);
-                narrow((float(line[o] >> (16 + 4 * k) & 15) - zero) * scale, second);
-                out[o] = first.bits | uint32_t(second.bits) << 16;
-            }
+// A panel of `size` bytes as one of bfloat16 with `units` units, at a place of 2.
+inline const uint32_t *widen(const uint8_t *panel, long size, bool is_4, const Groups &groups,
+                             long units, int place) {
+    const long room = (units + groups.group) * PANEL;  // the last group may be longer than the inputs
+    uint32_t *const made = scratch<uint32_t>(2, 2 * room) + place * room;
+    std::memset(made + (units - HALF) * PANEL, 0, HALF * 64);  // behind the last input
+    BFloat16 *out = reinterpret_cast<BFloat16 *>(made);  // (units, 16, 2)
+    if (groups.by_row)
+        for (long i = groups.head(); i < size; i++) widen(int8_t(panel[i]), *out++);
+    const long line = is_4 ? LINE<4> : LINE<8>;
+    for (const uint8_t *const end = panel + size; !groups.by_row && panel < end;) {
+        alignas(64) float scales[PANEL], minima[PANEL];
+        for (int v = 0; v < VECTORS; v++) {
+            Vector scale, minimum;
+            groups.read(panel, v, scale, minimum);
+            std::memcpy(scales + v * LANES, &scale, sizeof scale);
+            std::memcpy(minima + v * LANES, &minimum, sizeof minimum);
+        }
+        panel += groups.head();
+        for (long u = 0; u < groups.group; u += UNITS, panel += line) {
+            uint32_t words[PANEL];
+            std::memcpy(words, panel, sizeof words);
+            for (int k = 0; k < UNITS; k++, out += 2 * PANEL)
+                for (int o = 0; o < PANEL; o++)
+                    for (int i = 0; i < 2; i++) {
+                        const float q = is_4 ? float(words[o] >> (16 * i + 4 * k) & 15)
+                                             : float(int8_t(panel[(k * PANEL + o) * 2 + i]));
+                        narrow(q * scales[o] + minima[o], out[2 * o + i]);
+                    }
+        }
     }
     return made;
 }
 
 constexpr long AHEAD = 4096;  // bytes of a panel that are fetched before they are needed
 
-// out (rows, outputs) = x @ weight.T + bias. group: the inputs of a group of 4 bits; 0 for int8,
-// which alone has weight_scales. panel_size: bytes.
+// out (rows, outputs) = x @ weight.T + bias. group: inputs; 0 for int8 by row. floats: see `Groups`.
+// panel_size: bytes.
 template <class T, class Out = T>
-void product(const T *x, const uint8_t *weight, const float *weight_scales, long group,
-             const T *bias, Out *out, long rows, long inputs, long panels, long panel_size,
-             long outputs) {
+void product(const T *x, const uint8_t *weight, long bits, long group, long floats, const T *bias,
+             Out *out, long rows, long inputs, long panels, long panel_size, long outputs) {
     if (!rows) return;  // as in device/cpu.cpp
-    const bool is_4 = group > 0;
-    const Tiling tiling(rows, is_4, ON_TILES<T>);
+    const bool is_4 = bits == 4, by_row = group == 0;
+    const Groups groups{by_row ? BLOCK_UNITS : group / 2, int(floats), by_row};
+    const Tiling tiling(rows, by_row, ON_TILES<T>);
     const long units = ON_TILES<T> ? units_in<T>(inputs)
-        : is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 8) * UNITS;
-    const long group_units = is_4 ? group / 2 : BLOCK_UNITS;
-    const long blocks = ceil_div(inputs, BLOCK);
+        : by_row ? ceil_div(inputs, 8) * UNITS : ceil_div(inputs, group) * groups.group;
+    const long blocks = ceil_div(inputs, BLOCK), sums_of = by_row ? BLOCK : group;
     const long tile_size = (ON_TILES<T> ? room_for<T>(inputs) : units) * tiling.rows;
-    const long scales_size = blocks * tiling.rows;
+    const long scales_size = blocks * tiling.rows, sums_size = ceil_div(inputs, sums_of) * tiling.rows;
     int32_t *packed = scratch<int32_t>(0, tiling.tiles * tile_size);
     float *scales = scratch<float>(1, tiling.tiles * scales_size);
+    float *sums_of_groups = scratch<float>(3, tiling.tiles * sums_size);
     // By tiles: two threads that write to the rows of one would wait for each other's cache lines.
     share_out(tiling.tiles, rows > 32, [&](long t) {  // few rows: quicker than asking
         for (long r = 0; r < tiling.rows; r++) {
@@ -290,8 +351,8 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
                 continue;
             }
             if (row < rows)
-                round_row(x + row * inputs, inputs, tiling.rows, its_units,
-                          scales + t * scales_size + r);
+                round_row(x + row * inputs, inputs, tiling.rows, sums_of, its_units,
+                          scales + t * scales_size + r, sums_of_groups + t * sums_size + r);
             // Behind the last input, up to a whole group; and rows that fill the last tile.
             for (long u = row < rows ? ceil_div(inputs, 2) : 0; u < units; u++)
                 its_units[u * tiling.rows] = 0;
@@ -303,14 +364,14 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
         const tiles::Borrowed<ON_TILES<T>> borrowed;
         for (long width = tiling.panels; p < end; p += width) {
             width = std::min(width, end - p);
-            const Multiply loop = ON_TILES<T> ? nullptr : loop_for(tiling.rows, width, is_4);
+            const Multiply loop = ON_TILES<T> ? nullptr : loop_for(tiling.rows, width, is_4, by_row);
             const uint8_t *list[2], *next[2];
             const uint32_t *wide[2];  // on matrix tiles, in their place
             for (int i = 0; i < width; i++) {
                 list[i] = weight + (p + i) * panel_size;
                 next[i] = list[i] + (end_tile - first_tile > 1 ? width * panel_size : AHEAD);
                 if constexpr (ON_TILES<T>)
-                    wide[i] = widen(list[i], panel_size, group, units, i);
+                    wide[i] = widen(list[i], panel_size, is_4, groups, units, i);
             }
             for (long t = first_tile; t < end_tile; t++) {
                 alignas(64) float sums[2 * TILE * 2 * PANEL];
@@ -319,13 +380,14 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
                         reinterpret_cast<uint32_t *>(packed + t * tile_size), nullptr, wide,
                         nullptr, 1, units, sums, width * PANEL, false);
                 else
-                    loop(packed + t * tile_size, scales + t * scales_size, list,
-                         t == end_tile - 1 ? next : nullptr, units, group_units, sums);
+                    loop({packed + t * tile_size, scales + t * scales_size,
+                          sums_of_groups + t * sums_size}, list,
+                         t == end_tile - 1 ? next : nullptr, units, groups, sums);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
                     float *sum = sums + r * width * PANEL;
-                    if (weight_scales)
-                        for (long i = 0; i < count; i++) sum[i] *= weight_scales[p * PANEL + i];
+                    for (long i = 0; by_row && i < width * PANEL; i++)
+                        sum[i] *= at<float>(list[i / PANEL] + i % PANEL * 4);
                     put_row(sum, bias ? bias + p * PANEL : nullptr,
                             out + (t * tiling.rows + r) * outputs + p * PANEL, count);
                 }
@@ -339,8 +401,8 @@ template <class T> constexpr auto wide_product = product<T, float>;  // as in de
 }  // namespace
 
 extern "C" const Function functions[] = {
-    FUNCTION(product, T x[rows inputs], i8 weight[panels panel_size],
-             f32? weight_scales[outputs], long group, T? bias[outputs] -> T out[rows outputs]),
-    FUNCTION(wide_product, T x[rows inputs], i8 weight[panels panel_size],
-             f32? weight_scales[outputs], long group, T? bias[outputs] -> f32 out[rows outputs]),
+    FUNCTION(product, T x[rows inputs], i8 weight[panels panel_size], long bits, long group,
+             long floats, T? bias[outputs] -> T out[rows outputs]),
+    FUNCTION(wide_product, T x[rows inputs], i8 weight[panels panel_size], long bits, long group,
+             long floats, T? bias[outputs] -> f32 out[rows outputs]),
     {}};

@@ -1,25 +1,26 @@
-"""Products with weights that stay whole numbers: 8 bits by row, or 4 bits in groups.
+"""Products with weights that stay whole numbers: 8 bits by row, or 4 or 8 bits in groups.
 
 A decoding step of one sequence reads every weight once and computes next to nothing with it. So
 the weights' bytes are its time (benchmarks/roofline.py): int8 has half of bfloat16's, and 4 bits
-half of int8's. Some neighbours in a row of a matrix share a scale s, and perhaps a zero point z:
+half of int8's. Neighbours in a row, a *group*, share a scale s, and perhaps a minimum m:
 
-    8 bits by row       0.52 -1.30 0.07 ...     s = 1.30 / 127                no z
+    8 bits by row       0.52 -1.30 0.07 ...     s = 1.30 / 127                no m
     kept                  51  -127    7 ...     weight ~ q * s                 within s / 2
-    4 bits in groups    0.31 -0.14 0.02 ...     s = (0.31 + 0.14) / 15        z = 0.14 / s = 5
-    kept                  15     0    6 ...     weight ~ (q - z) * s          within s / 2
+    4 bits in groups    0.31 -0.14 0.02 ...     s = (0.31 + 0.14) / 15        m = -0.14
+    kept                  15     0    5 ...     weight ~ q * s + m             within s / 2
 
-With s and z, 4 bits take about 5 in groups of 32. Activations are not rounded to int8 (W8A16).
-Weights are rounded *online*: each matrix as soon as its last tensor has come, so at no time are
-there two copies of the model. A rank rounds its own share. A checkpoint that has 4 bits in groups
-(GPTQ, Frantar et al. 2022; AWQ, Lin et al. 2023) keeps its numbers: see `QuantisedLinear`.
+With s and m in float16, 4 bits take 5 in groups of 32. That is what llama.cpp's files have (Q4_0,
+Q4_1), which are kept to the last bit; finer scales are float32. A zero point z, as GPTQ (Frantar et
+al. 2022) and AWQ (Lin et al. 2023) store it, is the minimum -z * s. Activations are not rounded to
+int8 (W8A16). Weights are rounded *online*: each matrix as soon as its last tensor has come, so at
+no time are there two copies of the model. A rank rounds its own share.
 
 A packed weight brings its product along, and there are three kinds: `TorchWeight`, the
 specification; `CpuWeight`, the compiled twin's (quantized_linear.cpp); `TritonWeight`
 (quantized_triton.py). Invariant: they give the same up to the rounding of activations.
 
 On a CPU torch's own int8 operators were no faster than bfloat16; its operators for 4 bits take
-bfloat16 and zero points of their own. Searching for better scales gained little.
+bfloat16 and zero points of their own.
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ from nanoserve.device.build import load
 from nanoserve.device.library import functions_of
 from nanoserve.device.memory import return_freed_memory
 from nanoserve.device.memory import zeros as mapped_zeros
-from nanoserve.layers import Embedding, Linear, Placement, Span
+from nanoserve.layers import Embedding, Linear, Placement, Span, Tensors
+from nanoserve.parallel.ranks import copy_share
 
 LARGEST = 127  # -128 is not used: a matrix and its negative are rounded alike
 LARGEST_4 = 15
@@ -51,13 +53,13 @@ BLOCK = 512  # inputs of a block of activations (quantized_linear.cpp), which gr
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix of whole numbers, weight = (values - zeros) * scales. Indexing gives its rows as
-    floats, like a dense matrix's: so it can fill a layer that knows nothing of it (an embedding).
+    """A matrix of whole numbers, weight = values * scales + minima. Indexing gives its rows as
+    floats, like a dense matrix's: so it can fill a layer that knows nothing of it.
     """
 
-    values: torch.Tensor  # (outputs, inputs): int8, or uint8 in [0, 15]
-    zeros: torch.Tensor | None  # (outputs, groups) uint8, in [0, 15]; int8 has none
-    scales: torch.Tensor  # (outputs, groups) float32
+    values: torch.Tensor  # (outputs, inputs): int8, or uint8 in [0, 15], which 4 bits hold
+    scales: torch.Tensor  # (outputs, groups), float32; float16 where there are minima in float16
+    minima: torch.Tensor | None  # (outputs, groups), of the same dtype; None: they are 0
     size: int  # inputs of a group; the last one may be cut off
 
     dtype = torch.float32  # the rows' type
@@ -66,34 +68,42 @@ class Quantised:
     def shape(self) -> tuple[int, int]:
         return tuple(self.values.shape)
 
+    @property
+    def bits(self) -> int:
+        return 4 if self.values.dtype == torch.uint8 else 8
+
+    @property
+    def by_row(self) -> bool:
+        """Whether this is `round_rows`' kind."""
+        return self.bits == 8 and self.minima is None and self.scales.shape[1] == 1
+
     def __getitem__(self, rows: slice) -> torch.Tensor:
         """(n, inputs), in float32"""
         return self.some(rows).restored()
 
     def some(self, rows: slice) -> "Quantised":
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(self, values=self.values[rows], zeros=zeros, scales=self.scales[rows])
+        minima = None if self.minima is None else self.minima[rows]
+        return replace(self, values=self.values[rows], scales=self.scales[rows], minima=minima)
 
     def restored(self) -> torch.Tensor:
         """(outputs, inputs), in float32"""
         def of_inputs(numbers: torch.Tensor) -> torch.Tensor:
-            return numbers if numbers.shape[1] == 1 else numbers.repeat_interleave(
+            return numbers.float() if numbers.shape[1] == 1 else numbers.float().repeat_interleave(
                 self.size, 1)[:, :self.shape[1]]
 
-        values = self.values.float()
-        return (values if self.zeros is None else values - of_inputs(self.zeros)) * of_inputs(
-            self.scales)
+        wide = self.values * of_inputs(self.scales)
+        return wide if self.minima is None else wide.add_(of_inputs(self.minima))
 
     def regrouped(self, size: int) -> "Quantised":
-        """4 bits in smaller groups, each with the scale of its old group. size: a divisor."""
+        """In smaller groups, each with the scale of its old group. size: a divisor."""
         count = -(-self.shape[1] // size)
         times = self.size // size if self.scales.shape[1] > 1 else count  # one is for all inputs
-        zeros, scales = (numbers.repeat_interleave(times, 1)[:, :count]
-                         for numbers in (self.zeros, self.scales))
-        return replace(self, zeros=zeros, scales=scales, size=size)
+        return replace(self, size=size, **{
+            name: None if numbers is None else numbers.repeat_interleave(times, 1)[:, :count]
+            for name, numbers in (("scales", self.scales), ("minima", self.minima))})
 
     def share(self, rows: Span, columns: Span) -> "Quantised":
-        """A rank's share of 4 bits. Raises `ValueError` for another shape."""
+        """A rank's share. Raises `ValueError` for another shape."""
         if self.shape != (rows.total, columns.total):
             raise ValueError(f"shape {self.shape} in the file, {(rows.total, columns.total)} "
                              "expected")
@@ -105,14 +115,13 @@ class Quantised:
             groups = slice(columns.start // here.size, -(-columns.stop // here.size))
         mine = slice(rows.start, rows.stop)
         return Quantised(here.values[mine, columns.start:columns.stop].clone(),
-                         here.zeros[mine, groups], here.scales[mine, groups], here.size)
+                         here.scales[mine, groups],
+                         None if here.minima is None else here.minima[mine, groups], here.size)
 
     def heads(self) -> torch.Tensor:
-        """What is kept of each group, (outputs, groups): of 8 bits the scale; of 4 bits an int32,
-        whose last four bits are the zero point."""
-        if self.zeros is None:
-            return self.scales
-        return storable(self.scales).view(torch.int32) | self.zeros
+        """What is kept of each group: its scale, float32 (outputs, groups, 1), or its scale and
+        its minimum, (outputs, groups, 2)."""
+        return torch.stack([self.scales] if self.minima is None else [self.scales, self.minima], 2)
 
     def pairs(self) -> torch.Tensor:
         """Two numbers of 4 bits a byte, the even input in the low half. (outputs, inputs / 2)"""
@@ -120,17 +129,34 @@ class Quantised:
         return pairs[..., 0] | pairs[..., 1] << 4
 
 
+def with_minima(values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor,
+                size: int) -> Quantised:
+    """scales and minima in float32, which become float16 where that says the same."""
+    narrow = scales.half(), minima.half()
+    if torch.equal(narrow[0].float(), scales) and torch.equal(narrow[1].float(), minima):
+        scales, minima = narrow
+    return Quantised(values, scales, minima, size)
+
+
 def join(pieces: list[Quantised]) -> Quantised | None:
-    """4 bits one below the other, in groups that suit all of them: 64 and 48 become 16. None where
-    no such size is a multiple of `LINE` and divides `BLOCK`."""
-    inputs = pieces[0].shape[1]
-    size = gcd(BLOCK, *(one.size for one in pieces if one.scales.shape[1] > 1))
-    if size % LINE:
-        return None
-    size = min(size, -(-inputs // LINE) * LINE)  # a single group is no longer than it need be
+    """One below the other, in groups that suit all of them: 64 and 48 become 16; 4 bits beside 8
+    become 8. None where no such size is a multiple of `LINE` and divides `BLOCK`."""
+    inputs = size = pieces[0].shape[1]
+    if not all(one.by_row for one in pieces):
+        size = gcd(BLOCK, *(one.size for one in pieces if one.scales.shape[1] > 1))
+        if size % LINE:
+            return None
+        size = min(size, -(-inputs // LINE) * LINE)  # a single group is no longer than it need be
     alike = [one.regrouped(size) for one in pieces]
-    return Quantised(*(torch.cat([getattr(one, name) for one in alike])
-                       for name in ("values", "zeros", "scales")), size)
+    narrow = all(one.bits == 4 for one in pieces)
+    minima = None
+    if any(one.minima is not None for one in pieces):
+        minima = torch.cat([torch.zeros_like(one.scales) if one.minima is None else one.minima
+                            for one in alike])
+    scales = torch.cat([one.scales for one in alike])
+    values = torch.cat([one.values if narrow else one.values.to(torch.int8) for one in alike])
+    dtype = torch.float32 if minima is None else torch.promote_types(scales.dtype, minima.dtype)
+    return Quantised(values, scales.to(dtype), None if minima is None else minima.to(dtype), size)
 
 
 # ---------------------------------------------------------------------- rounding
@@ -141,20 +167,28 @@ def round_rows(weight: torch.Tensor) -> Quantised:
     wide, inputs = weight.float(), weight.shape[1]
     scales = wide.abs().amax(1, keepdim=True) / LARGEST if inputs else wide.new_zeros(len(wide), 1)
     values = (wide / at_least_tiny(scales)).round_().clamp_(-LARGEST, LARGEST)
-    return Quantised(values.to(torch.int8), None, scales, inputs)
+    return Quantised(values.to(torch.int8), scales, None, inputs)
 
 
-def round_groups(weight: torch.Tensor, size: int = GROUP) -> Quantised:
-    """weight (outputs, inputs) to the nearest of 16 numbers; 0 is always one of them."""
-    missing = -weight.shape[1] % size
-    wide = F.pad(weight.float(), (0, missing)).unflatten(1, (-1, size))
-    low, high = wide.amin(2).clamp(max=0), wide.amax(2).clamp(min=0)
-    scales = storable((high - low) / LARGEST_4)
-    steps = at_least_tiny(scales)
-    zeros = (-low / steps).round_().clamp_(0, LARGEST_4)
-    values = (wide / steps[..., None]).round_().add_(zeros[..., None]).clamp_(0, LARGEST_4)
-    values = values.flatten(1)[:, :weight.shape[1]]
-    return Quantised(values.to(torch.uint8), zeros.to(torch.uint8), scales, size)
+def round_groups(weight: torch.Tensor, size: int = GROUP,
+                 heads: torch.dtype = torch.float16) -> Quantised:
+    """weight (outputs, inputs) to the nearest of 16 numbers. heads: of scales and minima."""
+    inputs = weight.shape[1]
+    last = weight[:, -1:].expand(-1, -inputs % size)  # again, to fill the last group
+    wide = torch.cat([weight, last], 1).float().unflatten(1, (-1, size))
+    minima, high = wide.aminmax(dim=2)
+    scales = ((high - minima) / LARGEST_4).to(heads)
+    minima = minima.to(heads)
+    steps = at_least_tiny(scales.float())[..., None]
+    values = (wide - minima[..., None].float()).div_(steps).round_().clamp_(0, LARGEST_4)
+    return Quantised(values.flatten(1)[:, :inputs].to(torch.uint8), scales, minima, size)
+
+
+def heads_for(weight: torch.Tensor) -> torch.dtype:
+    """float16, unless numbers are too large for it, or all of them so small that it says their
+    scales with few bits."""
+    largest = float(torch.stack(weight.aminmax()).abs().max()) if weight.numel() else 1
+    return torch.float16 if 2 ** -7 <= largest <= 2 ** 15 else torch.float32
 
 
 def at_least_tiny(scales: torch.Tensor) -> torch.Tensor:
@@ -162,26 +196,21 @@ def at_least_tiny(scales: torch.Tensor) -> torch.Tensor:
     return scales.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def storable(scales: torch.Tensor) -> torch.Tensor:
-    """With 0 in the last four bits of a float32, which give way to a zero point. A scale of float16
-    or bfloat16 has none there."""
-    return (scales.float().contiguous().view(torch.int32) & ~LARGEST_4).view(torch.float32)
-
-
 def portions(rows: int, columns: int) -> list[slice]:
     """The rows of a matrix, some whole panels at a time."""
     step = max(PORTION // max(columns, 1) // PANEL, 1) * PANEL
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
 
 def in_portions(whole: torch.Tensor | Quantised, size: int) -> Iterator[tuple[slice, Quantised]]:
     """Rows, and what they become, so that neither their floats nor whole numbers of a byte each are
     there for all of a matrix that is rounded. size: see `TorchWeight.of`."""
+    heads = heads_for(whole) if size and not isinstance(whole, Quantised) else None
     for rows in portions(*whole.shape):
         if isinstance(whole, Quantised):
             yield rows, whole.some(rows)
         else:
-            yield rows, round_groups(whole[rows], size) if size else round_rows(whole[rows])
+            yield rows, round_groups(whole[rows], size, heads) if size else round_rows(whole[rows])
     return_freed_memory()  # glibc does not find an aligned piece of its heap again
 
 
@@ -191,34 +220,34 @@ def in_portions(whole: torch.Tensor | Quantised, size: int) -> Iterator[tuple[sl
 class TorchWeight(NamedTuple):
     """Row by row: the specification of the product, on any device."""
 
-    memory: torch.Tensor  # (outputs, inputs) int8, or `pairs` (outputs, inputs / 2)
-    heads: torch.Tensor  # (outputs, 1) float32, or (outputs, groups) int32
-    size: int
+    memory: torch.Tensor  # (outputs, inputs) int8, or `pairs` (outputs, inputs / 2) uint8
+    heads: torch.Tensor  # (outputs, groups, 1 or 2)
+    size: int  # inputs of a group; 0: a row is one
     inputs: int
 
     @classmethod
     def of(cls, whole: torch.Tensor | Quantised, size: int = 0,
            device: torch.device | None = None) -> "TorchWeight":
-        """whole: (outputs, inputs), floats that are rounded or 4 bits that are kept. size: inputs
-        of a group of 4 bits, or 0 for 8 bits by row. device: by default that of floats."""
-        (outputs, inputs), device = whole.shape, device or whole.device
-        width, groups = (-(-inputs // 2), -(-inputs // size)) if size else (inputs, 1)
-        memory = torch.empty(outputs, width, dtype=torch.uint8 if size else torch.int8,
-                             device=device)
-        heads = torch.empty(outputs, groups, dtype=torch.int32 if size else torch.float32,
-                            device=device)
+        """whole: (outputs, inputs), floats that are rounded or numbers that are kept. size: inputs
+        of a group of 4 bits to which floats are rounded, or 0 for 8 bits by row. device: by default
+        that of floats."""
+        device, memory = device or whole.device, None
         for rows, one in in_portions(whole, size):
-            memory[rows], heads[rows] = one.pairs() if size else one.values, one.heads()
-        return cls(memory, heads, size, inputs)
+            numbers, heads = one.pairs() if one.bits == 4 else one.values, one.heads()
+            if memory is None:
+                memory, all_heads = (torch.empty(whole.shape[0], *part.shape[1:], dtype=part.dtype,
+                                                 device=device) for part in (numbers, heads))
+                size = 0 if one.by_row else one.size
+            memory[rows], all_heads[rows] = numbers, heads
+        return cls(memory, all_heads, size, whole.shape[1])
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.memory.dtype == torch.uint8 else 8
 
     def rows(self, ids: torch.Tensor | slice) -> torch.Tensor:
         """(n,) -> (n, inputs), in float32"""
-        values, heads = self.memory[ids], self.heads[ids]
-        if not self.size:
-            return values * heads
-        values = torch.stack((values & 15, values >> 4), 2).flatten(1)[:, :self.inputs]
-        return Quantised(values, heads & 15, storable(heads.view(torch.float32)),
-                         self.size).restored()
+        return meant(self.memory[ids], self.heads[ids], self.size, self.inputs)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None,
                out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -230,55 +259,95 @@ class TorchWeight(NamedTuple):
         return out
 
 
+def meant(numbers: torch.Tensor, heads: torch.Tensor, size: int, inputs: int) -> torch.Tensor:
+    """(n, inputs), in float32, of what `TorchWeight` keeps of n rows."""
+    if numbers.dtype == torch.uint8:
+        numbers = unpaired(numbers)[:, :inputs]
+    scales, *minima = heads.unbind(2)
+    return Quantised(numbers, scales, *minima or [None], size or inputs).restored()
+
+
+def unpaired(pairs: torch.Tensor) -> torch.Tensor:
+    """`Quantised.pairs` back to numbers."""
+    return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
+
+
 class CpuWeight(NamedTuple):
-    """The order of quantized_linear.cpp, in panels of 16 outputs. 8 bits: units of (16, 2) numbers,
-    4 for 8 inputs. 4 bits: lines of 16 words, a head and size / 8 more for each group."""
+    """The order of quantized_linear.cpp, in panels of 16 outputs. A panel has its groups one behind
+    the other: the head, then the numbers. 4 bits: words of 8 inputs, (size / 8, 16). 8 bits: pairs
+    of them, (size / 2, 16, 2)."""
 
     memory: torch.Tensor  # (panels, bytes) int8
-    scales: torch.Tensor | None  # (outputs,), of 8 bits; those of 4 bits are in the heads
-    size: int
+    bits: int
+    head: torch.dtype
+    count: int  # of numbers in a head: a scale, and perhaps a minimum
+    size: int  # inputs of a group; 0: a row is one
     inputs: int
     outputs: int
 
     @classmethod
     def of(cls, whole: torch.Tensor | Quantised, size: int = 0,
            device: torch.device | None = None) -> "CpuWeight":
-        (outputs, inputs), groups = whole.shape, -(-whole.shape[1] // (size or 1))
-        width = groups * (1 + size // LINE) if size else -(-inputs // LINE) * LINE // 2
-        memory = mapped_zeros(-(-outputs // PANEL), width, PANEL,
-                              dtype=torch.int32 if size else torch.int16)
-        scales = None if size else torch.empty(outputs)
+        """As `TorchWeight.of`."""
+        (outputs, inputs), memory = whole.shape, None
         for rows, one in in_portions(whole, size):
-            if size:
-                words = words_of(F.pad(one.values, (0, groups * size - inputs)))
-                words = words.unflatten(1, (groups, -1))  # (n, groups, size / 8)
-                lines = torch.cat([one.heads()[..., None], words], 2).flatten(1)
-            else:
-                lines = F.pad(one.values, (0, -inputs % LINE)).contiguous().view(torch.int16)
-                scales[rows] = one.scales[:, 0]
-            panels = F.pad(lines, (0, 0, 0, -len(lines) % PANEL)).unflatten(0, (-1, PANEL))
-            memory[rows.start // PANEL:][:len(panels)] = panels.transpose(1, 2)
-        return cls(memory.view(torch.int8).flatten(1), scales, size, inputs, outputs)
+            lines, heads = cls.lines(one), one.heads()
+            if memory is None:
+                memory = mapped_zeros(-(-outputs // PANEL), lines.shape[1], dtype=torch.int8)
+                size = 0 if one.by_row else one.size
+            memory[rows.start // PANEL:][:len(lines)] = lines
+        return cls(memory, one.bits, heads.dtype, heads.shape[2], size, inputs, outputs)
+
+    @staticmethod
+    def lines(one: Quantised) -> torch.Tensor:
+        """Some whole panels of `memory`."""
+        (outputs, inputs), groups = one.shape, one.scales.shape[1]
+        panels = -(-outputs // PANEL)
+
+        def bytes_of(numbers: torch.Tensor) -> torch.Tensor:
+            """(outputs, groups, n, ...) -> (panels, groups, bytes): outputs side by side."""
+            filled = numbers.new_zeros(panels * PANEL, *numbers.shape[1:])
+            filled[:outputs] = numbers
+            lines = filled.unflatten(0, (panels, PANEL)).movedim(1, 3).flatten(2)
+            return lines.contiguous().view(torch.int8)
+
+        size = -(-one.size // LINE) * LINE
+        values = F.pad(one.values, (0, groups * size - inputs)).unflatten(1, (groups, size))
+        numbers = words_of(values) if one.bits == 4 else values.unflatten(2, (size // 2, 2))
+        return torch.cat([bytes_of(one.heads()), bytes_of(numbers)], 2).flatten(1)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """(n,) -> (n, inputs), in float32; of 8 bits."""
-        units = self.memory.view(torch.int16).unflatten(1, (-1, PANEL))
-        values = units[ids // PANEL, :, ids % PANEL].view(torch.int8)[:, :self.inputs]
-        return values * self.scales[ids, None]
+        """(n,) -> (n, inputs), in float32"""
+        groups = -(-self.inputs // self.size) if self.size else 1
+        memory, head = self.memory.unflatten(1, (groups, -1)), self.count * PANEL
+
+        def taken(numbers: torch.Tensor, *shape: int) -> torch.Tensor:
+            """(panels, groups, n) -> (ids, groups, ...): n numbers are (count, PANEL, ...)."""
+            return numbers.unflatten(2, (-1, PANEL, *shape))[ids // PANEL, :, :, ids % PANEL]
+
+        heads, behind = memory.view(self.head)[..., :head], head * self.head.itemsize
+        if self.bits == 8:
+            numbers = taken(memory[..., behind:], 2).flatten(1)
+        else:
+            words = taken(memory.view(torch.int32)[..., behind // 4:])
+            numbers = torch.stack([words >> 16 * (i % 2) + 4 * (i // 2) & 15
+                                   for i in range(LINE)], 3).flatten(1)
+        return meant(numbers[:, :self.inputs], taken(heads), self.size, self.inputs)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None,
                out_dtype: torch.dtype | None = None) -> torch.Tensor:
         product = library().product if out_dtype is None else library().wide_product
-        return product(x.contiguous(), self.memory, self.scales, self.size, bias,
+        floats = self.count if self.head == torch.float32 else 0
+        return product(x.contiguous(), self.memory, self.bits, self.size, floats, bias,
                        inputs=self.inputs, outputs=self.outputs)
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
-    """(outputs, inputs) uint8 -> (outputs, inputs / 8) int32. Input i of eight is in the low half
-    where it is even, and the (i // 2)th of its half."""
-    words = values.new_zeros(len(values), values.shape[1] // LINE, dtype=torch.int32)
+    """(..., inputs) uint8 -> (..., inputs / 8) int32. Input i of eight is in the low half where it
+    is even, and the (i // 2)th of its half."""
+    words = values.new_zeros(*values.shape[:-1], values.shape[-1] // LINE, dtype=torch.int32)
     for i in range(LINE):
-        words |= values[:, i::LINE].int() << 16 * (i % 2) + 4 * (i // 2)
+        words |= values[..., i::LINE].int() << 16 * (i % 2) + 4 * (i // 2)
     return words
 
 
@@ -298,9 +367,9 @@ OPS = SimpleNamespace(
 class QuantisedLinear(Linear):
     """A `Linear` whose weight is packed as soon as its last tensor has come.
 
-    4 bits of a checkpoint are kept. They become 8 bits by row where they don't fit: where a group's
-    inputs are no neighbours ("act-order"), where 8 does not divide the size of groups, and where q
-    has them beside a k or v that came dense, since all three are one product here.
+    A checkpoint's own numbers are kept. They become 8 bits by row where they don't fit: where a
+    group's inputs are no neighbours ("act-order"), where 8 does not divide the size of groups, and
+    where q has them beside a k or v that came dense, since all three are one product here.
 
     kind: of packed weights. size: inputs of a group of 4 bits to which floats are rounded, or 0 for
     8 bits by row. An LM head's are always 8 bits: each row is a token's.
@@ -334,21 +403,39 @@ class QuantisedLinear(Linear):
         pieces, self.pieces, whole = dict(sorted(self.pieces.items())), {}, None
         if len(pieces) == len(self.matrices):  # otherwise some of them came dense
             whole = join([*pieces.values()])
-        if whole is not None:
-            size = whole.size
-        else:
+        size = self.size
+        if whole is None:
             if pieces and self.weight.is_meta:
                 self.make_room()
             for start, piece in pieces.items():
                 self.weight[start:start + piece.shape[0]] = piece[:].to(self.weight)
-            whole, size = self.weight.data, 0 if pieces else self.size
+            whole, size = self.weight.data, 0 if pieces else size
         self.packed, self.weight = self.kind.of(whole, size, self.device), None
 
 
 class QuantisedEmbedding(Embedding):
-    """Where it is the LM head, too, its rows are rounded by `kind`. Otherwise it is not rounded."""
+    """Where it is the LM head, too, it is packed by `kind`: a checkpoint's own numbers, or rows
+    that are rounded. Otherwise it is as wide as the others."""
 
     def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False, *,
                  kind: type):
         super().__init__(tokens, hidden_size, on, tied)
-        self.ops = SimpleNamespace(**vars(OPS), pack=kind.of)
+        self.ops, self.device = SimpleNamespace(**vars(OPS), pack=kind.of), on.device
+        self.kept: Quantised | None = None
+
+    def tensors(self, path: str) -> Tensors:
+        yield f"{path}.weight", self.fill
+
+    def fill(self, tensor: torch.Tensor | Quantised) -> None:
+        columns = Span.whole(self.weight.shape[1])
+        if self.tied and isinstance(tensor, Quantised):
+            self.kept = join([tensor.share(self.tokens, columns)])
+        if self.kept is None:
+            copy_share(self.weight, self.tokens, columns, tensor)
+
+    def finish_loading(self) -> None:
+        if self.kept is None:
+            super().finish_loading()
+        else:
+            self.packed, self.weight = self.ops.pack(self.kept, device=self.device), None
+            self.kept = None

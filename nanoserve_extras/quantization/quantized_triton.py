@@ -1,13 +1,13 @@
-"""Products with quantised weights on a GPU, in Triton: int8 by row, and 4 bits in groups.
+"""Products with quantised weights on a GPU, in Triton: int8 by row, and 4 or 8 bits in groups.
 
-    8 bits   y[m, n] = (sum over k of x[m, k] * q[n, k]) * s[n] + b[n]
-    4 bits   y[m, n] =  sum over k of x[m, k] * ((q[n, k] - z[n, g]) * s[n, g]) + b[n]
-                        where g = k // size is the group of input k
+    by row       y[m, n] = (sum over k of x[m, k] * q[n, k]) * s[n] + b[n]
+    in groups    y[m, n] =  sum over k of x[m, k] * (q[n, k] * s[n, g] + m[n, g]) + b[n]
+                            where g = k // size is the group of input k
 
-They lie as in `TorchWeight`, 4 bits so (groups of 32):
+They lie as in `TorchWeight`, 4 bits so (groups of 32, scales and minima of 16 bits):
 
-    memory    byte 0   byte 1        byte 15 | byte 16           heads   word 0             | word 1
-              q1 q0    q3 q2   ...   q31 q30 | q33 q32 ...               28 bits s, 4 bits z | s, z
+    memory    byte 0   byte 1        byte 15 | byte 16           heads   word 0 | word 1
+              q1 q0    q3 q2   ...   q31 q30 | q33 q32 ...               m  s   | m  s
 
 Few rows wait for memory. One program makes a tile of M rows and N outputs. It walks along the
 inputs, K at a time, and a tile of the weight becomes a matrix of x's dtype only between its load
@@ -24,6 +24,7 @@ docs/devices.md has what an H200 needs for a step.
 from math import gcd
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -63,11 +64,14 @@ class TritonWeight(TorchWeight):
     @classmethod
     def stacked(cls, weights: list["TritonWeight"]) -> "TritonWeight":
         """Those of experts, for `grouped`: memory and heads are (experts, outputs, ...). They are
-        alike: where some of a file have other 4 bits or none, all become 8 bits by row."""
-        if len({one.size for one in weights}) > 1:
+        alike: where a file has other groups for some, all become 8 bits by row."""
+        if len({(one.size, one.memory.dtype) for one in weights}) > 1:
             weights = [cls.of(one.rows(slice(None))) if one.size else one for one in weights]
+        heads = [one.heads for one in weights]
+        if len({(one.dtype, one.shape) for one in heads}) > 1:  # some of float16, or without minima
+            heads = [F.pad(one.float(), (0, 2 - one.shape[-1])) for one in heads]
         return weights[0]._replace(memory=torch.stack([one.memory for one in weights]),
-                                   heads=torch.stack([one.heads for one in weights]))
+                                   heads=torch.stack(heads))
 
     def grouped(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """x (rows, inputs) -> (rows, outputs). The rows of expert e are those from starts[e] to
@@ -85,20 +89,27 @@ class TritonWeight(TorchWeight):
         tiles = (rows + min(num_experts, rows) * (launch["M"] - 1)) // launch["M"]
         # Programs that are neighbours have other rows and the same weights, which are read once.
         _linear_kernel[tiles, triton.cdiv(outputs, launch["N"])](
-            x.contiguous(), self.memory, self.heads, bias, out, starts, num_experts, rows, outputs,
-            inputs, self.memory.stride(-2), self.heads.stride(-2), SIZE=self.size,
-            PART=gcd(self.size, launch["K"]), EXPERTS=max(triton.next_power_of_2(num_experts), 16),
-            **launch, **kernels_fused.FMA)
+            x.contiguous(), self.memory, self.words(), bias, out, starts, num_experts, rows,
+            outputs, inputs, self.memory.stride(-2), **self.layout(launch["K"]),
+            EXPERTS=max(triton.next_power_of_2(num_experts), 16), **launch, **kernels_fused.FMA)
         return out
+
+    def words(self) -> torch.Tensor:
+        """Heads as numbers of 32 bits: a scale and a minimum of float16 are one int32."""
+        return self.heads.view(torch.int32) if self.heads.dtype == torch.float16 else self.heads
+
+    def layout(self, K: int) -> dict[str, int]:
+        """What a kernel knows of it when it is compiled. K: inputs of a tile."""
+        return dict(SIZE=self.size, PART=gcd(self.size, K), WORDS=self.words().shape[-1],
+                    IS_4=self.memory.dtype == torch.uint8)
 
     def restored(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight as numbers of `dtype`, (outputs, inputs)."""
         outputs, N, K = len(self.memory), RESTORED["N"], RESTORED["K"]
         out = torch.empty(outputs, self.inputs, dtype=dtype, device=self.memory.device)
         _restore_kernel[triton.cdiv(outputs, N), triton.cdiv(self.inputs, K)](
-            self.memory, self.heads, out, outputs, self.inputs, self.memory.stride(0),
-            self.heads.stride(0), SIZE=self.size, PART=gcd(self.size, K), **RESTORED,
-            **kernels_fused.FMA)
+            self.memory, self.words(), out, outputs, self.inputs, self.memory.stride(0),
+            **self.layout(K), **RESTORED, **kernels_fused.FMA)
         return out
 
 
@@ -114,43 +125,69 @@ def launch_for(x: torch.Tensor, rows: int) -> dict | None:
 
 @triton.jit
 def _numbers(memory, heads, start, is_output, inputs, stride, SIZE: tl.constexpr,
-             PART: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """A tile (N, K) of the weight: of 4 bits in float32; of 8 bits the int8 without its scale.
+             PART: tl.constexpr, WORDS: tl.constexpr, IS_4: tl.constexpr, N: tl.constexpr,
+             K: tl.constexpr):
+    """A tile (N, K) of the weight: in groups in float32; by row the int8 without its scale.
 
     memory, heads: (N, 1), where the rows begin. PART: neighbours in a tile of K inputs that share
-    a group, whose size it divides. Masked numbers count 0.
+    a group, whose size it divides. WORDS: of a group's head. Where an input is masked there may be
+    its group's minimum, which x must multiply by 0.
     """
-    if SIZE == 0:
-        k = start + tl.arange(0, K)[None, :]
-        return tl.load(memory + k, is_output & (k < inputs), 0)
+    k = start + tl.arange(0, K)[None, :]
+    if IS_4:
+        at = start // 2 + tl.arange(0, K // 2)[None, :]
+        pairs = tl.load(memory + at, is_output & (at < stride), 0)
+        q = tl.join(pairs & 15, pairs >> 4).reshape(N, K)
     else:
-        at, part = start // 2 + tl.arange(0, K // 2), start + tl.arange(0, K // PART) * PART
-        pairs = tl.load(memory + at[None, :], is_output & (at < stride)[None, :], 0)
-        word = tl.load(heads + (part // SIZE)[None, :],
-                       is_output & (part < inputs)[None, :], 0)[:, :, None]  # (N, parts, 1)
-        q = tl.join(pairs & 15, pairs >> 4).reshape(N, K // PART, PART).to(tl.int8)
-        w = (q - (word & 15).to(tl.int8)).to(tl.float32)
-        return (w * (word & -16).to(tl.float32, bitcast=True)).reshape(N, K)
+        q = tl.load(memory + k, is_output & (k < inputs), 0)
+    if SIZE:
+        part = start + tl.arange(0, K // PART)[None, :] * PART
+        at, is_part = part // SIZE * WORDS, is_output & (part < inputs)
+        word = tl.load(heads + at, is_part, 0)  # (N, parts)
+        if heads.dtype.element_ty == tl.int32:
+            scale, minimum = _half(word), _half(word >> 16)
+        elif WORDS == 2:
+            scale, minimum = word, tl.load(heads + at + 1, is_part, 0)
+        else:
+            scale, minimum = word, tl.zeros_like(word)
+        q = q.to(tl.float32).reshape(N, K // PART, PART)
+        q = (q * scale[:, :, None] + minimum[:, :, None]).reshape(N, K)
+    return q
 
 
 @triton.jit
-def _restore_kernel(memory, heads, out, outputs, inputs, stride, heads_stride,
-                    SIZE: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+def _half(word):
+    """The number of float16 in the low half of a word."""
+    return (word & 0xffff).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _restore_kernel(memory, heads, out, outputs, inputs, stride, SIZE: tl.constexpr,
+                    PART: tl.constexpr, WORDS: tl.constexpr, IS_4: tl.constexpr, N: tl.constexpr,
+                    K: tl.constexpr):
     n = (tl.program_id(0).to(tl.int64) * N + tl.arange(0, N))[:, None]
     start, is_output = tl.program_id(1) * K, n < outputs
-    w = _numbers(memory + n * stride, heads + n * heads_stride, start, is_output, inputs, stride,
-                 SIZE, PART, N, K)
+    heads += n * _head_words(inputs, SIZE, WORDS)
+    w = _numbers(memory + n * stride, heads, start, is_output, inputs, stride, SIZE, PART, WORDS,
+                 IS_4, N, K)
     if SIZE == 0:
-        w = w.to(tl.float32) * tl.load(heads + n, is_output, 0)
+        w = w.to(tl.float32) * tl.load(heads, is_output, 0)
     k = start + tl.arange(0, K)[None, :]
     tl.store(out + n * inputs + k, w.to(out.dtype.element_ty), is_output & (k < inputs))
 
 
+@triton.jit
+def _head_words(inputs, SIZE: tl.constexpr, WORDS: tl.constexpr):
+    """Of a row."""
+    return tl.cdiv(inputs, SIZE) * WORDS if SIZE else 1
+
+
 @triton.jit(do_not_specialize=["rows"])  # it changes from step to step: see kernels.py
 def _linear_kernel(x, memory, heads, bias, out, starts, num_experts, rows, outputs, inputs, stride,
-                   heads_stride, SIZE: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr,
-                   M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+                   SIZE: tl.constexpr, PART: tl.constexpr, WORDS: tl.constexpr, IS_4: tl.constexpr,
+                   EXPERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     """starts: None for a single matrix, or where the rows of each expert start."""
+    heads_stride = _head_words(inputs, SIZE, WORDS)
     if starts is None:
         m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)  # times a width may pass 2^31
         is_row = (m < rows)[:, None]
@@ -170,7 +207,8 @@ def _linear_kernel(x, memory, heads, bias, out, starts, num_experts, rows, outpu
     total = tl.zeros((M, N), tl.float32)
     for start in range(0, inputs, K):
         a = tl.load(x + start, is_row & (start + k < inputs)[None, :], 0)  # (M, K)
-        w = _numbers(memory, groups, start, is_output, inputs, stride, SIZE, PART, N, K)
+        w = _numbers(memory, groups, start, is_output, inputs, stride, SIZE, PART, WORDS, IS_4, N,
+                     K)
         total = tl.dot(a, w.to(a.dtype).T, total, input_precision="ieee")
     n, is_output = n.T, is_output.T
     if SIZE == 0:

@@ -77,15 +77,15 @@ def by_definition(weight: torch.Tensor) -> torch.Tensor:
 
 
 def groups_by_definition(weight: torch.Tensor, size: int = 32) -> torch.Tensor:
-    """The same of groups of neighbours in a row: 16 whole multiples of a 15th of what they reach
-    over, 0 included."""
+    """The same of groups of neighbours in a row: the lowest number, and 15 steps up to the highest.
+    That number and the step are float16."""
     out = torch.empty(weight.shape, dtype=torch.float64)
     for start in range(0, weight.shape[1], size):
         group = weight[:, start:start + size].double()
-        low, high = group.amin(1, True).clamp(max=0), group.amax(1, True).clamp(min=0)
-        step = ((high - low) / 15).clamp(min=1e-300)
-        first = -(low / step).round().neg()  # how many steps below 0 they begin
-        out[:, start:start + size] = (group / step).round().clamp(first, first + 15) * step
+        low, high = group.amin(1, True), group.amax(1, True)
+        first, step = low.half().double(), ((high - low) / 15).half().double()
+        values = ((group - first) / step.clamp(min=1e-300)).round().clamp(0, 15)
+        out[:, start:start + size] = values * step + first
     return out
 
 
@@ -234,6 +234,21 @@ def mxfp8(rows: int, columns: int, seed: int, is_compressed: bool = False) -> Pa
     return Packed(entry, dict(weight=weight, weight_scale=exponents.to(torch.uint8)), dense)
 
 
+def own(rows: int, columns: int, seed: int, bits: int = 4) -> Packed:
+    """What `nanoserve convert` writes: groups of 8 with minima in 4 bits, without in 8."""
+    drawn = Drawn(rows, columns, bits, seed, 8)
+    scales, minima = torch.from_numpy(drawn.s), torch.zeros(rows, 0).half()
+    values = torch.from_numpy(drawn.q - (128 if bits == 8 else 0)).to(torch.int8)
+    dense = values.float() * scales.float()[:, drawn.group]
+    if bits == 4:
+        minima = -3.3 * scales
+        dense += minima.float()[:, drawn.group]
+    numbers = values if bits == 8 else contiguous(
+        (drawn.q[:, ::2] | drawn.q[:, 1::2] << 4).astype(np.uint8))
+    return Packed(dict(quant_method="nanoserve", bits=bits), dict(
+        weight=numbers, weight_scale=scales, weight_minimum=minima), dense)
+
+
 FORMATS: dict[str, Callable[[int, int, int], Packed]] = {
     "fp8, blocks": fp8,
     "fp8, one scale": lambda *of: fp8(*of, block=None),
@@ -253,6 +268,8 @@ FORMATS: dict[str, Callable[[int, int, int], Packed]] = {
     "nvfp4-pack-quantized": lambda *of: e2m1(*of, "nv"),
     "mxfp4-pack-quantized": lambda *of: e2m1(*of, "mx"),
     "NVFP4": lambda *of: e2m1(*of, "modelopt"),
+    "nanoserve": own,
+    "nanoserve, 8 bits": lambda *of: own(*of, bits=8),
     "mxfp8-quantized": lambda *of: mxfp8(*of, is_compressed=True),
     "MXFP8": mxfp8,
     **{algo: modelopt_fp8(algo) for algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")},

@@ -19,6 +19,7 @@ from packing import (
     fp8,
     gptq,
     int_rows,
+    own,
     pack,
     text_of,
     write,
@@ -165,6 +166,9 @@ def test_a_part_that_comes_twice_is_named():
     (FORMATS["mxfp4-pack-quantized"], "weight_scale",
      lambda t: t.view(torch.float8_e4m3fn), "numbers are torch.float8_e4m3fn"),
     (FORMATS["mxfp4-pack-quantized"], "weight_scale", lambda t: t | 255, "not a number"),
+    (own, "weight_scale", lambda t: t[:, :3], r"\(40, 3\) scales, \(40, 8\) minima"),
+    (own, "weight_minimum", lambda t: t.T, r"\(8, 40\) minima"),
+    (own, "weight_scale", lambda t: t * float("inf"), "no end"),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_parts_of_the_right_size_that_mean_something_else_are_refused(make, part, change, words):
     """Scales that lie transposed were reshaped, and other integers than words of 32 bits read:
@@ -206,6 +210,7 @@ REFUSED = [
     (MIXED | dict(quant_algo="W4A8_AWQ"), "quant_algo='W4A8_AWQ'"),
     (MIXED | dict(quantized_layers={"a": dict(quant_algo="W4A8_AWQ")}), "quant_algo='W4A8_AWQ'"),
     (MIXED | dict(quantized_layers=None), "quantized_layers=None"),
+    (own(8, 16, 0).entry | dict(bits=5), "bits=5"),
     (GPTQ | dict(bits=3), "bits=3"), (GPTQ | dict(sym="yes"), "sym='yes'"),
     (GPTQ | dict(desc_act="static"), "desc_act='static'"),
     (GPTQ | dict(group_size=0), "group_size=0"),

@@ -205,7 +205,7 @@ def test_the_bundled_model_hardly_notices():
 
 
 INT4 = SMALL | dict(quantization="int4")
-FOUR_BITS = ["pack-quantized", "pack-quantized, zeros", "gptq", "gptq_v2", "awq"]
+FOUR_BITS = ["pack-quantized", "pack-quantized, zeros", "gptq", "gptq_v2", "awq", "nanoserve"]
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)
@@ -220,7 +220,7 @@ def test_a_checkpoint_keeps_its_numbers(name, checkpoints, tmp_path):
 
 def bits(llm: LLM) -> dict[str, int]:
     """What the matrices of the layers are packed to, by name."""
-    return {name: 4 if one.packed.size else 8 for name, one in llm.runner.model.named_modules()
+    return {name: one.packed.bits for name, one in llm.runner.model.named_modules()
             if isinstance(one, QuantisedLinear) and name != "lm_head"}
 
 
@@ -242,6 +242,31 @@ def test_a_lm_head_of_4_bits_stays_so(checkpoints, tmp_path):
         assert llm.runner.model.lm_head.packed.size
         got = greedy(llm, 16)
     assert got == text_of(quantized, quantization="dequantize")
+
+
+@pytest.mark.parametrize("name, kind", [("nanoserve", "int4"), ("nanoserve, 8 bits", "int8")])
+def test_a_folder_of_ours_is_served_as_it_is(name, kind, checkpoints, tmp_path, capfd):
+    """Asked for other bits it is rounded once more."""
+    quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS[name])
+    expected = text_of(head_rounded(dense))
+    with LLM(quantized, **SMALL) as llm:
+        assert greedy(llm, 16) == expected
+        assert {*bits(llm).values()} == {int(kind[-1])}
+    assert f"float32, quantization='{kind}'" in capfd.readouterr().err
+    assert text_of(quantized, quantization=kind, tensor_parallel_size=1) == expected
+    for other in {"int8", "int4", "dequantize"} - {kind}:
+        asked = None if other == "dequantize" else other
+        assert text_of(quantized, quantization=other) == text_of(
+            write_dense(quantized, dense), quantization=asked)
+
+
+def write_dense(quantized: Path, dense: Path) -> Path:
+    """The same numbers as a dense checkpoint, whose head is not rounded."""
+    shutil.copytree(dense, folder := dense.parent / "plain", dirs_exist_ok=True)
+    head = stored_tensors(quantized)["lm_head.weight"]
+    save_file(stored_tensors(dense) | {"lm_head.weight": head}, folder / "model.safetensors",
+              {"format": "pt"})
+    return folder
 
 
 def test_act_order_becomes_int8_and_is_said(checkpoints, tmp_path, capfd):
@@ -274,8 +299,9 @@ def test_groups_that_8_does_not_divide_become_int8(checkpoints, tmp_path):
     assert text_of(quantized, quantization="int4") == text_of(dense, quantization="int8")
 
 
-def test_an_embedding_of_4_bits_is_dequantised(checkpoints, tmp_path):
-    """Where it is the head, too, the head's 8 bits are made of it."""
+@pytest.mark.parametrize("kernels", KINDS)
+def test_an_embedding_of_4_bits_stays_so_where_it_is_the_head(kernels, checkpoints, tmp_path,
+                                                              ranks_in_threads):
     quantized, dense = write(checkpoints["qwen3-tied"], tmp_path, FORMATS["gptq"])
     stored, plain, key = stored_tensors(quantized), stored_tensors(dense), "model.embed_tokens."
     one = FORMATS["gptq"](*plain[key + "weight"].shape, 9)
@@ -284,7 +310,12 @@ def test_an_embedding_of_4_bits_is_dequantised(checkpoints, tmp_path):
     save_file(stored | {key + part: tensor for part, tensor in one.tensors.items()},
               quantized / "model.safetensors", {"format": "pt"})
     save_file(plain, dense / "model.safetensors", {"format": "pt"})
-    assert text_of(quantized, quantization="int4") == text_of(head_rounded(dense))
+    with LLM(quantized, **INT4, kernels=kernels) as llm:
+        assert llm.runner.model.embed_tokens.packed.size
+        assert torch.equal(llm.runner.model.embed_tokens(torch.arange(40)), one.dense[:40])
+        got = greedy(llm, 16)
+    assert got == text_of(dense)
+    assert got == text_of(quantized, quantization="int4", kernels=kernels, tensor_parallel_size=2)
 
 
 def test_8_bits_of_a_checkpoint_are_rounded_once_more(checkpoints, tmp_path):

@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits by row and of 4 in groups; the oracle is float64, by the
+"""Products with weights of 8 bits by row and of 4 or 8 in groups; the oracle is float64, by the
 definition of rounding, or number by number of what a checkpoint has (packing.py).
 
 Engines that are made of such weights are the business of test_quantized_engines.py.
@@ -23,6 +23,7 @@ from nanoserve_extras.quantization.quantized_linear import (
     QuantisedLinear,
     TorchWeight,
     join,
+    round_rows,
 )
 
 CPU_FLAGS = {"the machine's": "", "AVX2": "-mno-avx512f", "plain C++": "-mno-avx512f -mno-avx2",
@@ -37,18 +38,31 @@ def kind(request):
     return request.param
 
 
-def grouped(shape: tuple[int, int], size: int, seed: int = 0) -> tuple[Quantised, torch.Tensor]:
-    """A matrix of 4 bits as a checkpoint has it, and what it means."""
-    drawn = Drawn(*shape, 4, seed, size)
-    parts = (torch.from_numpy(drawn.q).byte(), torch.from_numpy(drawn.z).byte(),
-             torch.from_numpy(drawn.s).float())
-    return Quantised(*parts, size), drawn.dense()
+HEADS = {"float16": torch.float16, "float32": torch.float32, "no minima": None}
+
+
+def grouped(shape: tuple[int, int], size: int, seed: int = 0, bits: int = 4,
+            heads: str = "float16") -> tuple[Quantised, torch.Tensor]:
+    """A matrix as a file may have it, and what it means: q * s + m, number by number."""
+    drawn, count = Drawn(*shape, bits, seed, size), -(-shape[1] // size)
+    generator, dtype = torch.Generator().manual_seed(seed), HEADS[heads]
+    values = torch.from_numpy(drawn.q - 128).to(torch.int8) if bits == 8 else (
+        torch.from_numpy(drawn.q).byte())
+    scales = torch.from_numpy(drawn.s).float() * (1 if dtype == torch.float16 else 1 / 3)
+    lowest = -values.float().mean() + 4 * torch.randn(shape[0], count, generator=generator)
+    minima = lowest * scales
+    one = Quantised(values, scales, None, size) if dtype is None else Quantised(
+        values, scales.to(dtype), minima.to(dtype), size)
+    dense = torch.empty(shape)
+    for i, group in enumerate(drawn.group):
+        low = 0 if dtype is None else one.minima[:, group].float()
+        dense[:, i] = values[:, i].float() * one.scales[:, group].float() + low
+    return one, dense
 
 
 def packed(kind, one: Quantised):
     """As `QuantisedLinear` does it."""
-    one = join([one])
-    return kind.of(one, one.size, CPU)
+    return kind.of(join([one]), device=CPU)
 
 
 # -------------------------------------------------------------------------- products
@@ -79,26 +93,52 @@ def test_a_product_is_that_of_the_rounded_weight(kind, dtype, shape):
     check_products(kind, kind.of(weight), by_definition(weight), dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape, size", [
-    ((16, 32), 32), ((33, 7), 16), ((100, 513), 64), ((40, 1537), 128), ((1, 1), 32),
+    ((16, 32), 32), ((33, 7), 16), ((100, 513), 64), ((40, 1537), 128), ((3, 1), 32),
     ((20, 1100), 1100), ((24, 2048), 1024), ((24, 96), 48)], ids=str)
-def test_a_product_is_that_of_the_numbers_that_were_kept(kind, dtype, shape, size):
+def test_a_product_is_that_of_the_numbers_that_were_kept(kind, shape, size, bits, heads):
     """Sizes that no panel, line, group or block divides; a single group; groups above a block, and
-    such as don't divide it."""
-    one, dense = grouped(shape, size)
-    check_products(kind, packed(kind, one), dense if kind is CpuWeight else dense.to(dtype), dtype)
+    such as don't divide it. Rows are looked up bit by bit."""
+    one, dense = grouped(shape, size, bits=bits, heads=heads)
+    assert torch.equal(one[:], dense) and torch.equal(one[5:9], dense[5:9])
+    weight, ids = packed(kind, one), torch.tensor([0, len(dense) - 1, len(dense) // 2, 0])
+    assert torch.equal(weight.rows(ids), dense[ids])
+    for dtype in (torch.float32, torch.bfloat16 if kind is CpuWeight else torch.float16):
+        check_products(kind, weight, dense if kind is CpuWeight else dense.to(dtype), dtype)
+
+
+def test_a_scale_that_float16_says_with_few_bits_stays_exact(kind):
+    """Below 2^-14 it has fewer than 11; negative ones, as llama.cpp's have a sign."""
+    scales = torch.tensor([[2 ** -24, -3 * 2 ** -24], [-2 ** -15, 60000]]).half()
+    minima = torch.tensor([[-2 ** -24, 5 * 2 ** -24], [0, -60000]]).half()
+    values = torch.arange(32).view(2, 16).fmod(16).byte()
+    weight = packed(kind, Quantised(values, scales, minima, 8))
+    meant = values.double().view(2, 2, 8) * scales.double()[..., None] + minima.double()[..., None]
+    assert torch.equal(weight.rows(torch.arange(2)).double(), meant.flatten(1))
+    got = weight.linear(torch.eye(16), None).T
+    torch.testing.assert_close(got.double(), meant.flatten(1), rtol=1e-6, atol=0)
+
+
+def test_numbers_that_float16_has_no_room_for_are_rounded_all_the_same(kind):
+    """All of them too small for a scale of float16, or some too large."""
+    for factor in (1e-6, 1e6):
+        weight = torch.randn(20, 64) * factor
+        error = (kind.of(weight, 32).linear(torch.eye(64), None).T - weight).abs()
+        groups = weight.unflatten(1, (2, 32))
+        step = (groups.amax(2) - groups.amin(2)) / 15
+        assert (error.unflatten(1, (2, 32)) <= 0.501 * step[..., None]).all()
 
 
 def test_the_numbers_are_kept_to_the_last_bit(kind):
-    """Scales of float16 have no use for the four bits that a zero point takes from a float32. Each
-    input alone in its row: the sum is one weight. A CPU's 1 becomes 32767 and back, which is the
-    weight times 1 + 2^-24."""
+    """Each input alone in its row: the sum is one weight, q * s + m, of which each part may be
+    rounded. A CPU's 1 becomes 32767 and back, which is the weight times 1 + 2^-24."""
     one, dense = grouped((48, 160), 32)
-    assert torch.equal(one[:], dense) and torch.equal(one[5:9], dense[5:9])
-    assert torch.equal(packed(TorchWeight, one).rows(slice(0, 48)), dense)
     got = packed(kind, one).linear(torch.eye(160), None).T
-    torch.testing.assert_close(got, dense, rtol=3e-7 * (kind is CpuWeight), atol=0)
+    parts = one.values * one.scales.float().repeat_interleave(32, 1) + one.minima.float().abs(
+        ).repeat_interleave(32, 1)
+    assert ((got - dense).abs() <= 3e-7 * parts * (kind is CpuWeight)).all()
 
 
 @both
@@ -109,8 +149,7 @@ def test_large_matrices_are_packed_in_portions(kind, size, monkeypatch):
     monkeypatch.setattr(quantized_linear, "PORTION", 64 * 40)  # 32 rows, whole panels
     for one in (whole, kind.of(weight, size)):
         close(one.linear(torch.eye(64), None), meant.T)
-        if not size:
-            torch.testing.assert_close(one.rows(ids).double(), meant[ids])
+        torch.testing.assert_close(one.rows(ids).double(), meant[ids])
 
 
 @both
@@ -138,12 +177,14 @@ def test_every_cpus_loop_is_right(name, monkeypatch):
     found = functions_of(build.load(Path(quantized_linear.__file__).with_suffix(".cpp")))
     monkeypatch.setattr(quantized_linear, "library", lambda: found)
     weight = torch.randn(70, 1100)
-    for size, meant in BY_SIZE.items():
-        one = CpuWeight.of(weight, size)
-        for n, dtype in product((1, 5, 19, 50), (torch.float32, torch.bfloat16)):
-            x = torch.randn(n, 1100).to(dtype)
-            close(got := one.linear(x, None), x.double() @ meant(weight).T)
-            assert torch.equal(one.linear(x[-1:], None), got[-1:])
+    weights = [(CpuWeight.of(weight, size), meant(weight)) for size, meant in BY_SIZE.items()]
+    for bits, heads in product((4, 8), HEADS):
+        one, meant = grouped((70, 1100), 64, bits=bits, heads=heads)
+        weights.append((packed(CpuWeight, one), meant.double()))
+    for (one, meant), n, dtype in product(weights, (1, 5, 19, 50), (torch.float32, torch.bfloat16)):
+        x = torch.randn(n, 1100).to(dtype)
+        close(got := one.linear(x, None), x.double() @ meant.T)
+        assert torch.equal(one.linear(x[-1:], None), got[-1:])
 
 
 @needs_compiler
@@ -195,16 +236,31 @@ def test_rows_may_be_further_apart_than_they_are_wide(kind):
 # ------------------------------------------------------------------------- joins, shares
 
 
-def test_matrices_in_groups_of_different_size_are_joined():
-    pieces, dense = zip(*(grouped((8 + i, 192), size, i) for i, size in enumerate((64, 192, 48))),
-                        strict=True)
+@pytest.mark.parametrize("bits, heads, joined", [
+    ((4, 4, 4), ("float16",) * 3, (4, torch.float16)),
+    ((4, 8, 4), ("float16", "no minima", "float32"), (8, torch.float32)),
+    ((8, 8, 4), ("no minima", "no minima", "float16"), (8, torch.float32))])
+def test_matrices_in_groups_of_different_kinds_are_joined(kind, bits, heads, joined):
+    """q, k and v of a file that has more bits for some of them."""
+    pieces, dense = zip(*(grouped((8 + i, 192), *each) for i, each in enumerate(zip(
+        (64, 192, 48), range(3), bits, heads, strict=True))), strict=True)
     whole = join([*pieces])
-    assert whole.size == 16 and torch.equal(whole[:], torch.cat(dense))
+    assert (whole.size, whole.bits, whole.scales.dtype) == (16, *joined)
+    assert torch.equal(whole[:], torch.cat(dense))
+    assert torch.equal(kind.of(whole, device=CPU).rows(torch.arange(27)), torch.cat(dense))
 
 
+def test_rows_of_8_bits_are_joined_as_such(kind):
+    pieces = [round_rows(torch.randn(5 + i, 1030)) for i in range(2)]
+    whole = kind.of(join(pieces), device=CPU)
+    assert whole.size == 0
+    assert torch.equal(whole.rows(torch.arange(11)), torch.cat([one[:] for one in pieces]))
+
+
+@pytest.mark.parametrize("bits, heads", [(4, "float16"), (8, "no minima")])
 @pytest.mark.parametrize("size", [16, 64, 192])
-def test_a_share_of_the_columns_may_cut_groups(size):
-    one, dense = grouped((10, 192), size)
+def test_a_share_of_the_columns_may_cut_groups(size, bits, heads):
+    one, dense = grouped((10, 192), size, bits=bits, heads=heads)
     for start, stop in ((0, 40), (40, 120), (120, 192), (64, 64)):
         mine = one.share(Span(2, 9, 10), Span(start, stop, 192))
         assert torch.equal(mine[:], dense[2:9, start:stop])

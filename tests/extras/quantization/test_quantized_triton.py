@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 from nanoserve.device import kernels_fused
 from nanoserve_extras.quantization import quantized_triton as kernels
-from nanoserve_extras.quantization.quantized_linear import Quantised, join
+from nanoserve_extras.quantization.quantized_linear import join, with_minima
 from nanoserve_extras.quantization.quantized_triton import LAUNCHES, TritonWeight
 
 pytestmark = needs_interpreter
@@ -57,16 +57,17 @@ def bounds(monkeypatch):
 
 def random_weight(shape: tuple[int, int], size: int,
                   seed: int = 0) -> tuple[TritonWeight, torch.Tensor]:
-    """A matrix of 4 bits as a checkpoint has it, or of 8, and what it means in float32."""
+    """A matrix of 4 bits as a checkpoint has it, or of 8 by row, and what it means in float32."""
     if size == 0:
         generator = torch.Generator().manual_seed(seed)
         values = torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
         scales = torch.rand(shape[0], 1, generator=generator)
-        return TritonWeight(values, scales, 0, shape[1]), values * scales
+        return TritonWeight(values, scales[..., None], 0, shape[1]), values * scales
     drawn = Drawn(*shape, 4, seed, size)
-    one = join([Quantised(torch.from_numpy(drawn.q).byte(), torch.from_numpy(drawn.z).byte(),
-                          torch.from_numpy(drawn.s).float(), size)])
-    return TritonWeight.of(one, one.size, CPU), drawn.dense()
+    scales = torch.from_numpy(drawn.s).float()
+    one = join([with_minima(torch.from_numpy(drawn.q).byte(), scales,
+                            -scales * torch.from_numpy(drawn.z), size)])
+    return TritonWeight.of(one, device=CPU), drawn.dense()
 
 
 def within(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,9 +123,9 @@ def test_experts_that_a_file_keeps_in_other_bits_all_become_8():
     packed = TritonWeight.stacked(weights)
     assert packed.size == 0 and packed.memory.shape == (3, 5, 64)
     for memory, heads, weight in zip(packed.memory, packed.heads, dense, strict=True):
-        apart = (memory * heads - weight).abs() / weight.abs().amax(1, keepdim=True)
+        apart = (memory * heads[..., 0] - weight).abs() / weight.abs().amax(1, keepdim=True)
         assert apart.max() <= 1 / 254 + 1e-6
-    assert torch.equal(packed.memory[2] * packed.heads[2], dense[2])
+    assert torch.equal(packed.memory[2] * packed.heads[2, ..., 0], dense[2])
 
 
 def test_a_weight_of_more_than_2_31_bytes(bounds):
@@ -137,10 +138,10 @@ def test_a_weight_of_more_than_2_31_bytes(bounds):
     x, scales = torch.randn(2, 64), torch.rand(3, 1)
     expected = x.double() @ (values.double() * scales.double()).T
     bounds[:] = [x, scales, *values]
-    packed = TritonWeight(values, scales, 0, 64)
+    packed = TritonWeight(values, scales[..., None], 0, 64)
     torch.testing.assert_close(packed.linear(x, None).double(), expected, rtol=1e-5, atol=1e-5)
     alone = values.as_strided((3, 1, 64), (apart, apart, 1))  # three experts of one row
-    experts = TritonWeight(alone, scales[:, None], 0, 64)
+    experts = TritonWeight(alone, scales[:, None, None], 0, 64)
     starts = torch.tensor([0, 0, 0, 2])
     bounds.append(starts)
     torch.testing.assert_close(experts.grouped(x, starts), packed.linear(x, None)[:, 2:])
