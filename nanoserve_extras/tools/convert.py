@@ -6,8 +6,8 @@
 
 GGUF (llama.cpp's format) is one file with metadata, a tokenizer, and weights in small blocks, each
 with a scale. What the metadata says is read in gguf_entries.py, the weights in gguf_weights.py, the
-tokenizer by transformers. What comes out is rounded a second time, to bfloat16, or to few bits as
-compressed-tensors stores them; the last line says how much that changes.
+tokenizer by transformers. In int4 the file's own numbers are kept; else they are rounded a second
+time, to bfloat16 or to few bits. The last lines say what became of them.
 
 Invariants: the folder is there whole, or not at all. Every number of the file is in the network,
 and every entry of its metadata is known. A network that the engine would refuse is refused before
@@ -31,7 +31,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tqdm import tqdm
 
 import nanoserve
@@ -40,7 +40,6 @@ from nanoserve.device.memory import free_cpu_memory, return_freed_memory
 from nanoserve.frontend.progress import say
 from nanoserve.llm import read_model
 from nanoserve_extras.engine_args import EngineArgs
-from nanoserve_extras.quantization.quantized_linear import GROUP
 from nanoserve_extras.tools.gguf_entries import (
     check_names,
     mend_tokenizer,
@@ -48,7 +47,14 @@ from nanoserve_extras.tools.gguf_entries import (
     read_network,
 )
 from nanoserve_extras.tools.gguf_files import find_file
-from nanoserve_extras.tools.gguf_weights import FAMILIES, Source, rounded, sources
+from nanoserve_extras.tools.gguf_weights import (
+    FAMILIES,
+    Change,
+    Source,
+    has_few_bits,
+    rounded,
+    sources,
+)
 from nanoserve_extras.tools.verify import BATCHED, NEAR_TIE, run_mode, write_reference
 
 PACKAGES = ("gguf",)
@@ -86,7 +92,8 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
         made, free = Path(work, folder.name), disk_usage(work).free
         made.mkdir()
         try:
-            loss = write_weights(made, found, getattr(torch, dtype), quantization, network.config)
+            changes = write_weights(
+                made, found, getattr(torch, dtype), quantization, network.config)
             network.config.save_pretrained(made)
             network.generation_config.save_pretrained(made)
             tokenizer.save_pretrained(made)
@@ -102,7 +109,7 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
     size = sum(one.stat().st_size for one in folder.iterdir())
     print(f"{folder}: {type(network).__name__}, {size / 1e6:,.1f} MB in {quantization or dtype}, "
           f"of {file.stat().st_size / 1e6:,.1f} MB in {file.name}")
-    print(f"What rounding the file's numbers once more changes, relative to them: {loss:.2%}")
+    print(*report(changes), sep="\n")
 
 
 def kept(file: Path, quantization: str | None = None, option: str = "model") -> Path:
@@ -186,44 +193,53 @@ def refusing(words: str, remedy: str = "use the checkpoint in safetensors") -> I
         raise ValueError(f"{words}: {error}; {remedy}") from error
 
 
-def write_weights(folder: Path, found: list[Source], dtype: torch.dtype,
-                  quantization: str | None, config: transformers.PreTrainedConfig) -> float:
-    """All tensors, in shards, with an index. Returns the root of the mean squared change of all
-    numbers, relative to them. The config is told of few bits."""
-    squares, files = torch.zeros(2, dtype=torch.float64), {}
-    for number, shard in enumerate(shards(found, dtype, quantization, squares)):
-        save_file(shard, folder / f"model-{number:05}.safetensors", {"format": "pt"})
-        files |= dict.fromkeys(shard, f"model-{number:05}.safetensors")
+def write_weights(folder: Path, found: list[Source], dtype: torch.dtype, quantization: str | None,
+                  config: transformers.PreTrainedConfig) -> list[Change]:
+    """All tensors, in shards, with an index. The config is told of few bits."""
+    changes, files = [], {}
+    for number, shard in enumerate(shards(found, dtype, quantization, changes)):
+        name = f"model-{number:05}.safetensors"
+        # Not by safetensors' own `save_file`, whose files nobody but the owner may read.
+        Path(folder, name).write_bytes(save(shard, {"format": "pt"}))
+        files |= dict.fromkeys(shard, name)
         shard.clear()  # before the next one is made
         return_freed_memory()
-    if number == 0:
+    if len({*files.values()}) == 1:
         Path(folder, *{*files.values()}).replace(folder / "model.safetensors")
     else:
         Path(folder, "model.safetensors.index.json").write_text(json.dumps(
             {"metadata": {}, "weight_map": files}))
     if quantization is not None:
-        is_4 = quantization == "int4"
-        weights = dict(type="int", num_bits=4 if is_4 else 8, symmetric=not is_4, dynamic=False,
-                       strategy="group" if is_4 else "channel", group_size=GROUP if is_4 else None)
-        config.quantization_config = dict(
-            quant_method="compressed-tensors", format="pack-quantized" if is_4 else "int-quantized",
-            config_groups={"group_0": dict(targets=["Linear"], weights=weights)},
-            ignore=[name.removesuffix(".weight") for one in found for name in one.names
-                    if len(one.shape) == 2 and not one.can_be_rounded])
-    return float(squares[0] / squares[1]) ** 0.5
+        config.quantization_config = dict(quant_method="nanoserve", bits=int(quantization[-1]))
+    return changes
 
 
 def shards(found: list[Source], dtype: torch.dtype, quantization: str | None,
-           squares: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors by their names, some hundred MB at a time. squares: see `rounded`."""
+           changes: list[Change]) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors by their names, some hundred MB at a time. changes: one for each is appended."""
     waiting: dict[str, torch.Tensor] = {}
+    few_bits = has_few_bits(found)
     for one in tqdm(found, desc="Converting", unit="tensor", disable=None, leave=False):
         for name, stored in one.matrices():
-            waiting |= rounded(one, name, stored, dtype, quantization, squares)
+            made, change = rounded(one, name, stored, dtype, quantization, few_bits)
+            waiting |= made
+            changes.append(change)
             if sum(tensor.nbytes for tensor in waiting.values()) >= SHARD:
                 yield waiting
                 waiting = {}
-    yield waiting
+    if waiting:
+        yield waiting
+
+
+def report(changes: list[Change]) -> Iterator[str]:
+    """A line for each way to keep numbers: how many, and how far they are from the file's."""
+    for how in dict.fromkeys(one.how for one in changes):
+        some = [one for one in changes if one.how == how]
+        moved = sum(one.moved for one in some)
+        apart = "as the file has them" if not moved else (
+            f"rounded: {(moved / sum(one.squares for one in some)) ** 0.5:.2%} from the file's")
+        yield (f"  {how}: {sum(one.numbers for one in some) / 1e6:,.1f} million numbers in "
+               f"{len(some)} tensors, {apart}")
 
 
 def probe(folder: Path) -> None:

@@ -5,13 +5,18 @@
 
 llama.cpp's own package knows the names. What its converter stores otherwise is turned back here:
 the order of rows, where RoPE's pairs are neighbours or heads stand by turns; norms plus 1; -exp(A).
-All of this leaves a row's blocks whole, so that 4 bits can stay what they are.
+All of this leaves a row's blocks whole, so that they can stay what they are. A block is whole
+numbers q, and for 16 or 32 of them a scale s and perhaps a minimum m, weight = q * s + m. Those of
+a block of 256 ("K") are themselves products:
 
-    Q4_0    (q - 8) * d, 32 to a block     is `Quantised` in groups of 32: kept, bit by bit
-    others                                 are rounded again where 4 or 8 bits are asked for
+    Q4_0, Q4_1           s = d                       m = -8 d, or as stored      4 bits
+    Q4_K                 s = d * (6 bits)            m = -dmin * (6 bits)        4 bits
+    Q5_0, Q5_1, Q5_K     the same with a fifth bit of q, elsewhere in the block  8 bits
+    Q6_K, Q8_0           s = d * (8 bits), s = d     none                        8 bits
 
-Q4_1 and Q4_K add a minimum that is no multiple of the scale, IQ4 and MXFP4 step unevenly, and Q8_0
-has a scale for each 32 numbers where our 8 bits have one for a row.
+Where 4 bits are asked for they are kept as `Quantised`, to the last bit: 5 bits in 8, because
+rounding them to 4 would lose most of what they are there for. Other kinds (IQ4, MXFP4 and such step
+unevenly) are rounded once more, to 8 bits. A file of Q8_0 or floats alone becomes 4 bits.
 
 Invariant: each tensor of the network comes from the file once, in its shape, and each of the file's
 has a place.
@@ -31,6 +36,7 @@ from nanoserve_extras.quantization.quantized_linear import (
     portions,
     round_groups,
     round_rows,
+    with_minima,
 )
 
 
@@ -57,6 +63,8 @@ FAMILIES = {
 VALUE_HEADS = ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out", "ssm_alpha", "ssm_beta", "ssm_a",
                "ssm_dt")
 # Matrices of layers that may be rounded; routers and what states decay by stay wide.
+EMBEDDINGS = ("token_embd.weight", "output.weight")  # they are kept as they are, or wide
+WIDE = ("F32", "F16", "BF16", "F64", "Q8_0")  # a file of these alone becomes 4 bits
 ROUNDED = re.compile(r"blk\.\d+\.(attn_(q|k|v|qkv|output|gate)|ffn_(gate|up|down)(_exps|_shexp)?|"
                      r"ssm_out|shortconv\.(in|out)_proj)\.weight")
 EXPERTS = dict(gate="gate_proj", up="up_proj", down="down_proj")
@@ -83,13 +91,17 @@ class Source(NamedTuple):
         data = self.tensor.data
         return zip(self.names, data.reshape(len(self.names), -1, data.shape[-1]), strict=True)
 
-    def portions(self, stored: np.ndarray, keep: bool) -> Iterator[torch.Tensor | Quantised]:
-        """Some rows of a matrix after others, in float32. keep: blocks that fit stay 4 bits."""
+    def portions(self, stored: np.ndarray) -> Iterator[torch.Tensor | Quantised]:
+        """Some rows of a matrix after others: whole numbers where a block has such, or float32."""
         from gguf import dequantize
+        unpack = UNPACK.get(self.tensor.tensor_type.name)
         for some in portions(len(stored), self.shape[-1]):
             rows = np.array(stored[some if self.rows is None else self.rows[some]])
-            if keep and self.tensor.tensor_type.name == "Q4_0" and self.columns is None:
-                yield four_bits(torch.from_numpy(rows))
+            one = unpack(torch.from_numpy(rows)) if unpack and self.change is None else None
+            if one is not None and self.columns is not None:
+                one = in_order(one, self.columns)
+            if one is not None:
+                yield one
                 continue
             wide = torch.from_numpy(dequantize(rows, self.tensor.tensor_type))
             wide = wide if self.columns is None else wide[:, self.columns]
@@ -174,52 +186,172 @@ def swapped(numbers: torch.Tensor, dim: int) -> torch.Tensor:
     return numbers.transpose(dim, dim + 1).flatten()
 
 
+# ------------------------------------------------------------------------ blocks
+
+
+def halves(blocks: torch.Tensor) -> torch.Tensor:
+    """(..., 2 bytes) of float16, in float32"""
+    return blocks.contiguous().view(torch.float16)[..., 0].float()
+
+
+def nibbles(pairs: torch.Tensor, high: torch.Tensor | None = None) -> torch.Tensor:
+    """(..., n) bytes to (..., 2 n): numbers of 4 bits, of which the low halves come first. high:
+    the fifth bits of all, (..., n / 4)."""
+    low = torch.cat([pairs & 15, pairs >> 4], -1)
+    return low if high is None else low | fields(high, 1, 8) << 4
+
+
+def fields(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """(..., n) bytes to (..., n * count): each byte's numbers of some bits, the lowest first."""
+    shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8)
+    return (packed[..., None] >> shifts & 2 ** bits - 1).flatten(-2)
+
+
+def q4_0(b: torch.Tensor) -> Quantised:
+    scales = halves(b[..., :2])
+    return with_minima(nibbles(b[..., 2:]), scales, -8 * scales, GROUP)
+
+
+def q4_1(b: torch.Tensor) -> Quantised:
+    return with_minima(nibbles(b[..., 4:]), halves(b[..., :2]), halves(b[..., 2:4]), GROUP)
+
+
+def q5_0(b: torch.Tensor) -> Quantised:
+    values = nibbles(b[..., 6:], b[..., 2:6]).to(torch.int8) - 16
+    return Quantised(values, halves(b[..., :2]), None, GROUP)
+
+
+def q5_1(b: torch.Tensor) -> Quantised:
+    values = nibbles(b[..., 8:], b[..., 4:8]).to(torch.int8)
+    return with_minima(values, halves(b[..., :2]), halves(b[..., 2:4]), GROUP)
+
+
+def q8_0(b: torch.Tensor) -> Quantised:
+    return Quantised(b[..., 2:].contiguous().view(torch.int8), halves(b[..., :2]), None, GROUP)
+
+
+def levels(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minima of a block's eight groups (Q4_K, Q5_K): d and dmin times 6 bits each. Those
+    of the last four groups have their upper two bits in front of the others' six."""
+    first, second, both = b[..., 4:8], b[..., 8:12], b[..., 12:16]
+    steps = torch.cat([first & 63, both & 15 | first >> 6 << 4], -1)
+    lows = torch.cat([second & 63, both >> 4 | second >> 6 << 4], -1)
+    return halves(b[..., :2])[..., None] * steps, halves(b[..., 2:4])[..., None] * -lows.float()
+
+
+def q4_k(b: torch.Tensor) -> Quantised:
+    return with_minima(nibbles(b[..., 16:].unflatten(-1, (4, 32))), *levels(b), GROUP)
+
+
+def q5_k(b: torch.Tensor) -> Quantised:
+    """Bit i of byte k is the fifth of number k in group i."""
+    low = nibbles(b[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    high = fields(b[..., 16:48], 1, 8).unflatten(-1, (32, 8)).mT
+    return with_minima((low | high << 4).to(torch.int8), *levels(b), GROUP)
+
+
+def q6_k(b: torch.Tensor) -> Quantised:
+    """In two halves of 64 bytes with the lower four bits, and 32 with the upper two, of 128
+    numbers. A group is 16 of them."""
+    low = nibbles(b[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
+    high = fields(b[..., 128:192].unflatten(-1, (2, 32)), 2, 4).unflatten(-1, (32, 4)).mT
+    scales = b[..., 192:208].contiguous().view(torch.int8) * halves(b[..., 208:])[..., None]
+    return Quantised((low | high << 4).to(torch.int8) - 32, scales, None, GROUP // 2)
+
+
+def in_matrix(size: int, read: Callable[[torch.Tensor], Quantised]) -> Callable:
+    """size: bytes of a block."""
+    def unpack(rows: torch.Tensor) -> Quantised:
+        """(outputs, bytes)"""
+        one = read(rows.unflatten(1, (-1, size)))
+        return Quantised(*(None if part is None else part.flatten(1) for part in (
+            one.values, one.scales, one.minima)), one.size)
+
+    return unpack
+
+
+UNPACK = {name: in_matrix(size, read) for name, size, read in (
+    ("Q4_0", 18, q4_0), ("Q4_1", 20, q4_1), ("Q5_0", 22, q5_0), ("Q5_1", 24, q5_1),
+    ("Q8_0", 34, q8_0), ("Q4_K", 144, q4_k), ("Q5_K", 176, q5_k), ("Q6_K", 210, q6_k))}
+
+
+def in_order(one: Quantised, columns: torch.Tensor) -> Quantised | None:
+    """With its inputs in another order; None where that would part a group."""
+    groups = columns[::one.size] // one.size
+    if not torch.equal((groups[:, None] * one.size + torch.arange(one.size)).flatten(), columns):
+        return None
+    return Quantised(one.values[:, columns], one.scales[:, groups],
+                     None if one.minima is None else one.minima[:, groups], one.size)
+
+
 # ---------------------------------------------------------------------- rounding
 
 
-def four_bits(rows: torch.Tensor) -> Quantised:
-    """Blocks of Q4_0, (outputs, bytes): a float16 and 32 numbers, i and i + 16 in a byte."""
-    blocks = rows.view(len(rows), -1, 2 + GROUP // 2)
-    scales, pairs = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
-    values = torch.cat([pairs & 15, pairs >> 4], 2).flatten(1)
-    return Quantised(values, torch.full(scales.shape, 8, dtype=torch.uint8), scales.float(), GROUP)
+class Change(NamedTuple):
+    """What became of a matrix, for a report: how its numbers are kept, how many there are, and the
+    sums of squares of them and of how far they were moved."""
+
+    how: str
+    numbers: int
+    moved: float
+    squares: float
+
+
+def has_few_bits(found: list[Source]) -> bool:
+    """Whether some matrix of a layer has fewer than 8 bits: then what has more is to stay so."""
+    return any(one.can_be_rounded and one.tensor.tensor_type.name not in WIDE for one in found)
 
 
 def rounded(source: Source, name: str, stored: np.ndarray, dtype: torch.dtype, bits: str | None,
-            squares: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A matrix in `dtype`, or as compressed-tensors stores 8 or 4 bits, by its names. bits: None,
-    int8, int4. squares (2,): those of changes and of numbers are added."""
-    bits = bits if source.can_be_rounded else None
-    out = torch.empty(() if bits else source.shape, dtype=dtype)
-    pieces, done = [], 0
-    for wide in source.portions(stored, keep=bits == "int4"):
-        if bits is None:
-            again = out.view(-1, source.shape[-1])[done:done + len(wide)].copy_(wide).float()
-            done += len(wide)
-        else:
-            few = wide if isinstance(wide, Quantised) else (
-                round_rows(wide) if bits == "int8" else round_groups(wide))
-            again = few.restored()
-            wide = again if few is wide else wide
-            pieces.append(compressed(few))
-        squares += torch.stack([(again - wide).square().sum(), wide.square().sum()])
-    if bits is None:
-        return {name: out}
-    if bits == "int4":
-        pieces[0]["weight_shape"] = torch.tensor(source.shape)
-    return {f"{name.removesuffix('weight')}{end}": torch.cat([
-        one[end] for one in pieces if end in one]) for end in pieces[0]}
+            few_bits: bool) -> tuple[dict[str, torch.Tensor], Change]:
+    """A matrix in `dtype`, or in 8 or 4 bits, as tensors by their names. bits: None, int8, int4.
+    few_bits: see `has_few_bits`."""
+    kind = source.tensor.tensor_type.name
+    is_embedding = source.tensor.name in EMBEDDINGS and kind in UNPACK
+    fits = source.shape[-1] % GROUP == 0
+    if bits is None or not (source.can_be_rounded or bits == "int4" and is_embedding) or (
+            bits == "int4" and not fits):
+        return widened(source, name, stored, dtype)
+    pieces, moved, squares = [], 0.0, 0.0
+    for part in source.portions(stored):
+        is_kept = bits == "int4" and isinstance(part, Quantised) and (
+            kind != "Q8_0" or few_bits or is_embedding)
+        few = part
+        if not is_kept:
+            wide = part[:] if isinstance(part, Quantised) else part
+            few = round_rows(wide) if bits == "int8" else (
+                round_8_bit_groups(wide) if few_bits else round_groups(wide))
+            moved += float((few[:] - wide).square().sum())
+            squares += float(wide.square().sum())
+        pieces.append(few)
+    how = "8 bits by row" if bits == "int8" else f"{few.bits} bits in groups of {few.size}"
+    return parts_of(name, pieces), Change(how, stored.shape[0] * source.shape[-1], moved, squares)
 
 
-def compressed(few: Quantised) -> dict[str, torch.Tensor]:
-    """Some rows, as compressed-tensors names and packs them: zero points along the rows."""
-    if few.zeros is None:
-        return dict(weight=few.values, weight_scale=few.scales)
-    return dict(weight_packed=words(few.values), weight_scale=few.scales,
-                weight_zero_point=words(few.zeros.T).T.contiguous())
+def widened(source: Source, name: str, stored: np.ndarray,
+            dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Change]:
+    out, done, moved, squares = torch.empty(source.shape, dtype=dtype), 0, 0.0, 0.0
+    rows = out.view(-1, source.shape[-1])
+    for part in source.portions(stored):
+        wide = part[:]
+        again = rows[done:done + len(wide)].copy_(wide)
+        done += len(wide)
+        moved += float((again.float() - wide).square().sum())
+        squares += float(wide.square().sum())
+    return {name: out}, Change(str(dtype).removeprefix("torch."), out.numel(), moved, squares)
 
 
-def words(values: torch.Tensor) -> torch.Tensor:
-    """(n, m) numbers of 4 bits -> (n, m / 8) int32, the first in the lowest bits."""
-    eights = nn.functional.pad(values, (0, -values.shape[1] % 8)).int().unflatten(1, (-1, 8))
-    return (eights << torch.arange(0, 32, 4, dtype=torch.int32)).sum(2, dtype=torch.int32)
+def round_8_bit_groups(wide: torch.Tensor) -> Quantised:
+    one = round_rows(wide.reshape(-1, GROUP))
+    return Quantised(one.values.view(wide.shape), one.scales.view(len(wide), -1), None, GROUP)
+
+
+def parts_of(name: str, pieces: list[Quantised]) -> dict[str, torch.Tensor]:
+    """A matrix as `formats.read_own` finds it. Minima that are 0 have no columns."""
+    heads = [torch.cat([one.scales for one in pieces]), torch.cat([
+        one.scales[:, :0] if one.minima is None else one.minima for one in pieces])]
+    narrow = [part.half() for part in heads]
+    if all(map(torch.equal, narrow, heads)):
+        heads = narrow
+    numbers = torch.cat([one.pairs() if one.bits == 4 else one.values for one in pieces])
+    return {name: numbers, f"{name}_scale": heads[0], f"{name}_minimum": heads[1]}

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import byte_tokenizer
@@ -20,6 +21,7 @@ from nanoserve.checkpoint.loader import stored_tensors
 from nanoserve_extras.quantization.formats import assemble
 from nanoserve_extras.tools import convert
 from nanoserve_extras.tools.convert import main
+from nanoserve_extras.tools.gguf_weights import UNPACK, in_order
 
 SIZES = dict(vocab_size=261, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6,
@@ -36,11 +38,12 @@ ADDED = ["<s>", "</s>", "<|end|>", "<pad>", "ab"]  # the last one is a merge
 
 @pytest.fixture
 def made(tmp_path):
-    """A Llama as a file, and as a folder of what its blocks mean. change: of the writer."""
+    """A Llama as a file, and as a folder of what its blocks mean. change: of the writer. others:
+    kinds of some tensors."""
     gguf = pytest.importorskip("gguf")
 
     def make(kind: str = "Q8_0", arch: str = "llama", change=lambda writer: None, left_out=(),
-             seed: int = 0):
+             seed: int = 0, others: dict[str, str] | None = None):
         writer = gguf.GGUFWriter(str(tmp_path / "tiny.gguf"), arch)
         for name, value in dict(
                 context_length=128, embedding_length=64, block_count=2, feed_forward_length=96,
@@ -60,7 +63,8 @@ def made(tmp_path):
             weight = weight * 2.5 * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.3 * weight
             raw, stored = weight.numpy(), None
             if len(shape) > 1:
-                stored = gguf.GGMLQuantizationType[kind]
+                stored = gguf.GGMLQuantizationType[
+                    (others or {}).get(name.rpartition(".")[2], kind)]
                 raw = gguf.quants.quantize(raw, stored)
                 weight = torch.from_numpy(gguf.quants.dequantize(raw, stored))
                 if name.endswith(("attn_q", "attn_k")):  # its RoPE turns 2 i, 2 i + 1
@@ -118,48 +122,104 @@ def test_the_folder_writes_what_the_blocks_mean(made, tmp_path, capsys, kind):
     assert [one.name for one in folder.parent.iterdir()] == ["folder"]  # nothing is left beside it
 
 
-@pytest.mark.parametrize("kind, bits", [("Q4_0", "int4"), ("Q8_0", "int4"), ("Q8_0", "int8")])
-def test_matrices_of_layers_become_few_bits_and_blocks_that_fit_stay(made, tmp_path, kind, bits):
-    """Read by the engine's own reader of compressed-tensors; the steps are typed here."""
+@pytest.mark.parametrize("kind, bits", [
+    ("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_0", "int4"), ("Q5_1", "int4"), ("Q8_0", "int4"),
+    ("F16", "int4"), ("Q8_0", "int8")])
+def test_few_bits_are_those_of_the_file_where_it_has_them(made, tmp_path, kind, bits, capfd):
+    """Read by the engine's own reader of formats; the steps are typed here. A folder of few bits is
+    served as such."""
     file, dense = made(kind)
-    folder = tmp_path / "folder"
+    folder, meant = tmp_path / "folder", load_file(dense / "model.safetensors")
     assert main([str(file), str(folder), "--dtype", "float32", "--quantization", bits]) == 0
     entry = json.loads((folder / "config.json").read_text())["quantization_config"]
     stored = {name: one for _, name, one in assemble(stored_tensors(folder), entry)}
-    meant = load_file(dense / "model.safetensors")
-    assert stored.keys() == meant.keys() and entry["ignore"] == ["model.embed_tokens", "lm_head"]
+    assert stored.keys() == meant.keys()
     for name, one in meant.items():
         step = torch.zeros(())
         if one.dim() > 1 and ".layers." in name and bits == "int8":
             step = one.abs().amax(1, keepdim=True) / 127
-        elif one.dim() > 1 and ".layers." in name and kind != "Q4_0":
+        elif one.dim() > 1 and ".layers." in name and kind in ("Q8_0", "F16"):
             groups = one.unflatten(1, (-1, 32))
-            step = (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
-            step = step.repeat_interleave(32, 1)
+            step = ((groups.amax(2) - groups.amin(2)) / 15).repeat_interleave(32, 1)
         assert ((stored[name] - one).abs() <= 0.51 * step).all(), name
-    assert texts(folder, quantization=bits) == texts(folder, quantization=bits, kernels="torch")
+    said = capfd.readouterr().out
+    assert ("0.1 million numbers in 14 tensors, rounded: " in said) == (kind in ("Q8_0", "F16"))
+    expected = texts(folder, quantization=bits, kernels="torch")
+    assert texts(folder) == expected == texts(folder, quantization=bits)
+    assert f"float32, quantization='{bits}'" in capfd.readouterr().err
+    if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):  # the head, too, which has a row for each token
+        assert expected == texts(dense)
+
+
+def test_every_kind_of_block_is_kept_to_the_last_bit():
+    """Bytes at random, but for the scales, which are to be numbers; llama.cpp's package says what
+    they mean. Inputs may stand in another order, if groups stay whole."""
+    gguf = pytest.importorskip("gguf")
+    rng = np.random.default_rng(0)
+    scales = {name: (0, 2) for name in UNPACK} | dict(Q6_K=(208,), Q4_0=(0,), Q5_0=(0,), Q8_0=(0,))
+    for name, unpack in UNPACK.items():
+        kind = gguf.GGMLQuantizationType[name]
+        size = gguf.GGML_QUANT_SIZES[kind][1]
+        rows = rng.integers(0, 256, (6, 3 * size), dtype=np.uint8)
+        for at in scales[name]:
+            drawn = rng.normal(0, 1, (18, 1)).astype(np.float16)
+            rows.reshape(-1, size)[:, at:at + 2] = drawn.view(np.uint8)
+        one, meant = unpack(torch.from_numpy(rows)), gguf.quants.dequantize(rows, kind)
+        assert torch.equal(one[:], torch.from_numpy(meant)), name
+        order = torch.arange(one.shape[1]).view(-1, 32).flip(0).flatten()
+        assert torch.equal(in_order(one, order)[:], torch.from_numpy(meant)[:, order]), name
+        assert in_order(one, order.flip(0)) is None
+
+
+@pytest.mark.parametrize("kinds", [dict(Q8_0="attn_v", F16="ffn_down"), dict(MXFP4="ffn_down")])
+def test_what_a_file_of_few_bits_leaves_wider_keeps_8(made, tmp_path, kinds):
+    """Q4_K_M and its kin do so for what suffers most. Kinds with uneven steps are rounded to 8."""
+    file, dense = made("Q4_0", others={part: kind for kind, part in kinds.items()})
+    folder, meant = tmp_path / "folder", load_file(dense / "model.safetensors")
+    assert main([str(file), str(folder), "--dtype", "float32", "--quantization", "int4"]) == 0
+    entry = json.loads((folder / "config.json").read_text())["quantization_config"]
+    for _, name, one in assemble(stored_tensors(folder), entry, keep=True):
+        if name in meant and meant[name].dim() > 1:
+            step = meant[name].unflatten(1, (-1, 32)).abs().amax(2) / 127
+            is_exact = not any(part in name for part in ("down_proj",))
+            far = 0 if is_exact else 0.51 * step.repeat_interleave(32, 1)
+            assert ((one[:] - meant[name]).abs() <= far).all(), name
+            wider = "down_proj" in name or "v_proj" in name and "Q8_0" in kinds
+            assert one.bits == (8 if wider else 4), name
+    assert texts(folder) == texts(folder, kernels="torch")
 
 
 def test_a_file_is_written_in_shards_and_what_waits_is_one(made, tmp_path, monkeypatch):
+    """Files that those may read who may read the others."""
     file, dense = made()
     monkeypatch.setattr(convert, "SHARD", 50_000)
     assert main([str(file), str(tmp_path / "folder"), "--dtype", "float32"]) == 0
     files = [*(tmp_path / "folder").glob("model-*.safetensors")]
     largest = 261 * 64 * 4 + 2_000  # the embedding, behind what waits, and a header
     assert len(files) > 4 and max(one.stat().st_size for one in files) < 50_000 + largest
+    assert len({one.stat().st_mode for one in (tmp_path / "folder").iterdir()}) == 1
     assert texts(tmp_path / "folder") == texts(dense)
 
 
-def test_a_second_rounding_is_measured_and_the_tokenizer_comes_along(made, tmp_path, capsys):
+@pytest.mark.parametrize("shard, count", [(1, 21), (2 ** 30, 1)])
+def test_no_shard_is_empty(made, tmp_path, monkeypatch, shard, count):
+    """There was a last one without tensors where the one before was just full."""
+    file, _ = made()
+    monkeypatch.setattr(convert, "SHARD", shard)
+    assert main([str(file), str(tmp_path / "folder")]) == 0
+    files = [*(tmp_path / "folder").glob("*.safetensors")]
+    assert len(files) == count and all(load_file(one) for one in files)
+
+
+def test_what_became_of_the_numbers_is_told_and_the_tokenizer_comes_along(made, tmp_path, capsys):
     file, dense = made()
     folder = tmp_path / "folder"
     folder.mkdir()  # an empty one may be there
     assert main([str(file), str(folder)]) == 0
-    weights = [one.double() for one in load_file(dense / "model.safetensors").values()
-               if one.dim() > 1]
+    weights = [one.double() for one in load_file(dense / "model.safetensors").values()]
     changed = sum((one.bfloat16().double() - one).square().sum() for one in weights)
     loss = float((changed / sum(one.square().sum() for one in weights)) ** 0.5)
-    assert f"relative to them: {loss:.2%}" in capsys.readouterr().out
+    assert f"0.1 million numbers in 21 tensors, rounded: {loss:.2%} from" in capsys.readouterr().out
     with LLM(folder, num_gpu_blocks_override=24) as llm:
         assert llm.get_tokenizer().encode("ab c") == [260, llm.get_tokenizer().encode(" ")[0],
                                                       llm.get_tokenizer().encode("c")[0]]
