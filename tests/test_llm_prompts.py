@@ -1,6 +1,7 @@
 """What goes in and what comes out; what is refused costs the others nothing."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -232,7 +233,8 @@ def test_a_bad_word_that_is_no_text_is_refused(llm):
 def test_a_batch_has_the_tokens_that_each_text_has_alone(name):
     """Special tokens included. Nothing is padded or cut."""
     tokenizer = real.TOKENIZERS[name]
-    inputs = InputProcessor(EngineConfig(model="."), None, tokenizer)
+    model = SimpleNamespace(generation_defaults={})
+    inputs = InputProcessor(EngineConfig(model="."), model, tokenizer)
     texts = [real.ENGLISH[:n] for n in (1, 7, 90, 300)] + [real.OTHERS, "x"]
     assert [prompt["prompt_token_ids"] for prompt in inputs.tokenize(texts)] == [
         tokenizer.encode(text) for text in texts]
