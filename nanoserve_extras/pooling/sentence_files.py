@@ -209,6 +209,9 @@ class TransformerFile(Record):
         if self.modality_config is not None and not {"text", "message"} & set(self.modality_config):
             raise ValueError(f"modality_config={self.modality_config!r:.120} takes no text")
         ProcessingFile.read(Path("processing_kwargs"), self.reading)
+        if {"max_length", "truncation"} & set(self.template or {}):
+            raise ValueError(f"processing_kwargs: chat_template={self.template!r:.120}: max_length "
+                             "and truncation must stand in its entry text")
         if self.longest is not None:
             rules.checked("model_max_length", rules.COUNT, self.longest)
 
@@ -393,7 +396,7 @@ def _follow(modules: list[tuple[str, Path]], model: SentenceModel, hidden_size: 
             model.on_tokens = nn.Sequential(*before).requires_grad_(False)
             made[VECTOR] = (len(model.pooling_types) * width, [])
         elif kind == "LogitScore":
-            read = LogitScoreFile.read(part / "config.json")
+            read = LogitScoreFile.read(part / "config.json", read_json(part / "config.json", True))
             if LOGITS not in made:
                 raise ValueError("LogitScore needs transformer_task='text-generation'")
             model.token_ids = [i for i in (read.false_token_id, read.true_token_id)

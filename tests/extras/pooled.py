@@ -1,16 +1,19 @@
 """Vectors of an engine, and of transformers, which is the oracle."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from helpers import poisoned, write_json
+from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
 from nanoserve import LLM
 
 TOLERANCE = 1e-5
+MODULES = "sentence_transformers.sentence_transformer.modules"
+POOLING = ("Pooling", dict(pooling_mode="mean"), {})
 FAMILY_NAMES = ["llama3.1", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gemma2", "gemma3"]
 
 
@@ -50,10 +53,40 @@ def class_logits(folder, prompts) -> list[torch.Tensor]:
     return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
 
 
-def write_modules(folder: Path, kinds: Iterable[str], **pooling) -> None:
-    """What sentence-transformers says of a model's modules, of which the second pools so."""
-    (folder / "modules.json").write_text(json.dumps([
-        dict(idx=i, name=str(i), path=f"{i}_{kind}" if i else "",
-             type=f"sentence_transformers.models.{kind}") for i, kind in enumerate(kinds)]))
-    (folder / "1_Pooling").mkdir()
-    write_json(folder / "1_Pooling" / "config.json", word_embedding_dimension=64, **pooling)
+def write_files(folder: Path, *parts, first: dict | None = None, **entries) -> Path:
+    """sentence-transformers' files: modules.json, a folder for each part (kind, config, tensors),
+    and the model's own. first: of sentence_bert_config.json."""
+    listed = [dict(idx=0, name="0", path="", type=f"{MODULES}.Transformer")]
+    write_json(folder / "sentence_bert_config.json", **first or {})
+    for i, (kind, config, tensors) in enumerate(parts, 1):
+        place = f"{i}_{kind}"
+        listed.append(dict(idx=i, name=str(i), path=place, type=f"{MODULES}.{kind}"))
+        (folder / place).mkdir(exist_ok=True)
+        write_json(folder / place / "config.json", **config)
+        if tensors:
+            save_file(tensors, folder / place / "model.safetensors")
+    (folder / "modules.json").write_text(json.dumps(listed))
+    write_json(folder / "config_sentence_transformers.json", **entries)
+    return folder
+
+
+def dense(inputs, outputs, function="Tanh", bias=True, seed=0, **more):
+    """The part, and what it computes."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator) / inputs ** 0.5
+    tensors = {"linear.weight": weight}
+    if bias:
+        tensors["linear.bias"] = torch.randn(outputs, generator=generator)
+    if more.get("use_residual") and inputs != outputs:
+        tensors["residual.weight"] = torch.randn(outputs, inputs, generator=generator) / 4
+
+    def compute(x):
+        y = F.linear(x, weight, tensors.get("linear.bias"))
+        y = y.softmax(-1) if function == "Softmax" else getattr(torch.nn, function)()(y)
+        if not more.get("use_residual"):
+            return y
+        return y + (x if inputs == outputs else x @ tensors["residual.weight"].T)
+
+    config = dict(in_features=inputs, out_features=outputs, bias=bias, activation_function=(
+        f"torch.nn.modules.activation.{function}"), **more)
+    return ("Dense", config, tensors), compute

@@ -9,7 +9,7 @@ import torch
 from architectures import SIZES
 from checkpoints import byte_tokenizer
 from encoders import ENCODERS, PAD, classes_of, hidden_of, make
-from pooled import assert_close, data, normalised, pooled, start, vectors, write_modules
+from pooled import assert_close, data, normalised, pooled, start, vectors
 from safetensors.torch import load_file, save_file
 from small_engine import assert_idle
 from tokenizers import Tokenizer
@@ -264,37 +264,6 @@ def test_a_pair_loses_tokens_of_its_longer_text(tmp_path, template):
             [output] = llm.score(query, document, use_tqdm=False,
                                  pooling_params=PoolingParams(truncate_prompt_tokens=count))
             assert output.prompt_token_ids == ids and len(ids) <= (128 if count == -1 else count)
-
-
-def sentence_transformer(folder, pooling: str, dense: bool, normalize: bool, **text) -> None:
-    """The files that sentence-transformers writes beside a model."""
-    kinds = ["Transformer", "Pooling", *["Dense"] * dense, *["Normalize"] * normalize]
-    write_modules(folder, kinds, **{f"pooling_mode_{pooling}": True})
-    (folder / "sentence_bert_config.json").write_text(json.dumps(dict(text, do_lower_case=False)))
-    if dense:
-        (folder / "2_Dense").mkdir()
-        (folder / "2_Dense" / "config.json").write_text(json.dumps(dict(
-            in_features=32, out_features=20, bias=True,
-            activation_function="torch.nn.modules.activation.Tanh")))
-        save_file({"linear.weight": torch.randn(20, 32), "linear.bias": torch.randn(20)},
-                  folder / "2_Dense" / "model.safetensors")
-
-
-@pytest.mark.parametrize("pooling, dense, normalize", [
-    ("mean_tokens", False, True), ("mean_tokens", True, False), ("cls_token", True, True)])
-def test_what_sentence_transformers_files_say(tmp_path, texts, pooling, dense, normalize):
-    folder = make("bert", tmp_path / "bert")
-    sentence_transformer(folder, pooling, dense, normalize, max_seq_length=96)
-    expected = []
-    for hidden in hidden_of(folder, texts):
-        x = hidden.mean(0) if pooling == "mean_tokens" else hidden[0]
-        if dense:
-            layer = load_file(folder / "2_Dense" / "model.safetensors")
-            x = torch.tanh(layer["linear.weight"] @ x + layer["linear.bias"])
-        expected.append(normalised(x) if normalize else x)
-    with start(folder, runner="auto") as llm:
-        assert llm.config.max_model_len == 96
-        assert_close(vectors(llm.embed(texts, use_tqdm=False)), expected)
 
 
 def test_texts_begin_with_a_prompt_by_its_name(tmp_path):

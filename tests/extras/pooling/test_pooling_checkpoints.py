@@ -5,7 +5,7 @@ import pytest
 import torch
 from checkpoints import CHECKPOINTS, byte_tokenizer, save
 from helpers import write_json
-from pooled import assert_close, class_logits, pooled, start, vectors, write_modules
+from pooled import assert_close, class_logits, pooled, start, vectors, write_files
 from small_engine import assert_idle
 from transformers import AutoModel
 
@@ -20,7 +20,7 @@ def test_without_normalize_a_vector_keeps_its_length_unless_the_user_overrules_i
     AutoModel.from_pretrained(qwen3, dtype=torch.float32).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     write_json(tmp_path / "config.json", architectures=["Qwen3ForCausalLM"])
-    write_modules(tmp_path, ("Transformer", "Pooling"), pooling_mode_mean_tokens=True)
+    write_files(tmp_path, ("Pooling", dict(pooling_mode_mean_tokens=True), {}))
     with start(tmp_path, runner="auto") as llm:
         assert_close(vectors(llm.embed(prompts[5], use_tqdm=False)),
                      [hidden_states("qwen3", prompts[5]).mean(0)])
