@@ -420,10 +420,10 @@ class PoolingInputs(InputProcessor):
         begin: what the text begins with. Both stay; but what is cut without being asked loses its
         end as in sentence-transformers, which knows no difference between that and the text."""
         limit, given = self.config.max_model_len, getattr(self.tokenizer, "init_kwargs", {})
-        count, usual = asked.truncate_prompt_tokens, self.pooler.side
+        count = asked.truncate_prompt_tokens
         if count is None and self.own_limit is not None:
-            count, usual, begin = self.own_limit, "right", ""
-        side = asked.truncation_side or given.get("truncation_side") or usual
+            count, begin = self.own_limit, ""
+        side = asked.truncation_side or given.get("truncation_side") or self.pooler.side
         end = ids[-1:] if text is None and self.pooler.side == "right" else []
         ids = self.cut(ids, count, side,
                        lambda text: (self._ids(begin, text) if self.tokenizer else []) + end)

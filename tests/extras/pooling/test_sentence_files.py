@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from nanoserve import PoolingParams
+from nanoserve_extras.pooling.sentence_files import POOLING_TYPES
 
 RERANKER = dict(model_type="CrossEncoder", activation_fn="torch.nn.modules.linear.Identity")
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -76,20 +77,19 @@ def test_all_ways_to_pool_alone_and_joined_whole_and_in_chunks(model, said, mode
             assert_close(vectors(llm.embed(PROMPTS, use_tqdm=False)), expected)
 
 
-def test_sums_are_float32_whatever_the_network_computes_in(qwen3):
+@pytest.mark.parametrize("mode", WAYS)
+def test_vectors_are_float32_whatever_the_network_computes_in(qwen3, mode):
     """MEAN over 200 states of bfloat16: summed in that, it was off by half a percent. The oracle is
-    the mean in float64 of the same states, one by one."""
+    computed in float64 from the same states, one by one."""
     prompts = [[(7 * i + j) % 250 for i in range(200)] for j in range(3)]
-    raw = PoolingParams(use_activation=False)
-    for kind in ("MEAN", "MEAN_SQRT", "WEIGHTED_MEAN"):
-        with start(qwen3, dtype="bfloat16", max_num_batched_tokens=64,
-                   pooler_config=dict(pooling_type=kind)) as llm:
-            states = data(llm.encode(prompts, raw, pooling_task="token_embed", use_tqdm=False))
-            way = dict(MEAN="mean", MEAN_SQRT="mean_sqrt_len_tokens")
-            expected = [WAYS[way.get(kind, "weightedmean")](x.double()).float() for x in states]
-            got = vectors(llm.embed(prompts, pooling_params=raw, use_tqdm=False))
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    with start(qwen3, dtype="bfloat16", max_num_batched_tokens=64,
+               pooler_config=dict(pooling_type=POOLING_TYPES[mode])) as llm:
+        states = data(llm.encode(prompts, PoolingParams(use_activation=False),
+                                 pooling_task="token_embed", use_tqdm=False))
+        got = vectors(llm.embed(prompts, use_tqdm=False))
+    for ours, state in zip(got, states, strict=True):
+        expected = F.normalize(WAYS[mode](state.double()), dim=-1).float()
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_a_text_begins_with_is_not_pooled_where_the_file_says_so(tmp_path):

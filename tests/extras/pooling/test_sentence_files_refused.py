@@ -127,3 +127,9 @@ def test_what_changes_no_number_is_passed_over(tmp_path):
                 keep_in_fp32_modules=["2.linear", "0.model.score"], prompts=dict(query=""))
     model = read_sentence_model(tmp_path, {}, 32)
     assert (model.kind, model.pooling_types, model.width) == ("embed", ("CLS",), 4)
+
+
+def test_a_module_that_takes_another_width_is_refused(tmp_path):
+    write_files(tmp_path, POOLING, ("LayerNorm", dict(dimension=5), {}))
+    with pytest.raises(ValueError, match="LayerNorm takes 5 numbers, and gets 32"):
+        read_sentence_model(tmp_path, {}, 32)
