@@ -211,11 +211,15 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncIterator[bytes], failed: Callable[[dict], bytes]):
         super().__init__(events, headers={"Cache-Control": "no-cache"})
-        self.failed = failed
+        self.failed, self.is_over = failed, False
 
     async def __call__(self, scope, receive, send) -> None:
+        async def sending(message: dict) -> None:
+            await send(message)
+            self.is_over = message.get("more_body") is False
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, sending)
         except asyncio.CancelledError:
             await self._end(send, ENDING, 503)
         except Exception:  # which the web server writes into its log
@@ -223,6 +227,8 @@ class EventStream(StreamingResponse):
             raise
 
     async def _end(self, send, why: str, status: int) -> None:
+        if self.is_over:  # all was sent just before, or the engine's end came first
+            return
         last = self.failed(error_body(why, status))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 

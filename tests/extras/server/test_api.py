@@ -15,7 +15,7 @@ from witness import read
 import nanoserve
 from nanoserve import SamplingParams
 from nanoserve_extras.server.async_llm import EngineDeadError
-from nanoserve_extras.server.guard import unless_gone
+from nanoserve_extras.server.guard import EventStream, unless_gone
 
 RIGHT = {COMPLETIONS: dict(prompt="x"), CHATS: dict(messages=CHAT)}
 
@@ -306,6 +306,36 @@ def test_an_answer_that_the_end_of_the_server_cuts_is_a_503():
         with pytest.raises(EngineDeadError, match="--drain-seconds"):
             await task
     asyncio.run(cut())
+
+
+@pytest.mark.parametrize("num_events", [1, None])
+def test_a_stream_that_is_cut_ends_once(num_events):
+    """Also where it is cut at the moment in which all was sent."""
+    sent, tasks = [], []
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    async def keep(message):
+        sent.append(message)
+        if message.get("more_body") is False and num_events:
+            tasks[0].cancel()
+
+    async def pieces():
+        while not num_events or len(sent) <= num_events:
+            yield b"data: {}\n\n"
+            await asyncio.sleep(0.001)
+
+    async def cut():
+        task = asyncio.ensure_future(EventStream(pieces(), lambda error: b"cut")(
+            {"type": "http", "asgi": {}}, receive, keep))
+        tasks.append(task)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await task
+    asyncio.run(cut())
+    ends = [one["body"] for one in sent if one.get("more_body") is False]
+    assert ends == [b"" if num_events else b"cut"]
 
 
 def test_an_unknown_model_or_path_is_a_404(server):

@@ -62,7 +62,9 @@ def test_a_stream_that_the_servers_end_cuts():
         server.server.config.timeout_graceful_shutdown = 0
         server.server.should_exit = True
         for path, answer, first in open_ones:
-            check_last(path, first + answer.read(), "overloaded_error", "--drain-seconds")
+            data = first + answer.read()  # the engine's end may be faster than the web server's
+            words = "--drain-seconds" if b"--drain-seconds" in data else "it was shut down"
+            check_last(path, data, "overloaded_error", words)
 
 
 @pytest.mark.parametrize("when", [0, 5])
