@@ -29,6 +29,7 @@ from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import save
@@ -42,9 +43,10 @@ from nanoserve.llm import read_model
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.gguf_entries import (
     check_names,
-    mend_tokenizer,
+    read_file,
     read_generation,
     read_network,
+    read_tokenizer,
 )
 from nanoserve_extras.tools.gguf_files import find_file
 from nanoserve_extras.tools.gguf_weights import (
@@ -68,21 +70,18 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
     """Write the folder, and print what came out. Raises `ValueError` for what can't be converted,
     naming the remedy."""
     check(file, folder)
-    from gguf import GGUFReader  # here, where it is known to be there
     with refusing(str(file), "it may be cut off, or newer than the package gguf: download it "
                   "again, or pip install -U gguf"):
-        reader = GGUFReader(file)
+        entries, tensors = read_file(file)
     with refusing(str(file)):
-        entries = {name: field.contents() for name, field in reader.fields.items()}
         others = check_names(entries)
-        factors = {one.name: one.data for one in reader.tensors if one.name.startswith("rope_")}
-        tensors = [one for one in reader.tensors if one.name not in factors]
+        factors = {one.name: one.data.view(np.float32) for one in tensors
+                   if one.name.startswith("rope_")}
+        tensors = [one for one in tensors if one.name not in factors]
         network = read_network_of(entries, tensors, factors, dtype)
         arch = entries["general.architecture"]
         found = sources(tensors, arch, network, entries.get(f"{arch}.nextn_predict_layers", 0))
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
-            file.parent, gguf_file=file.name)
-        mend_tokenizer(tokenizer, entries)
+        tokenizer = read_tokenizer(entries)
     with TemporaryDirectory() as work:
         network.config.save_pretrained(work)
         read_model(EngineArgs(model=work), Path(work))  # the engine must be able to serve it

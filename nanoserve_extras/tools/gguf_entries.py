@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file says, in the words of transformers' configs.
+"""A GGUF file's metadata, and what it says in the words of transformers' configs.
 
     qwen3.rope.freq_base = 1000000     ──►  "rope_parameters": {"rope_theta": 1000000, ...}
     tokenizer.ggml.eot_token_id = 258  ──►  "eos_token_id": [256, 258]
@@ -6,17 +6,26 @@
 All are read by one table, for a name means the same in each architecture. (What transformers passes
 over gets the defaults of its classes.)
 
+The file is mapped, and walked through once: each entry has its length in front of it, and tensors
+are slices of the mapping. (llama.cpp's package makes three arrays of each of a vocabulary's words,
+which takes longer than all of the weights.)
+
 Invariant: an entry that is not known, or that the network's class has no field for, is an error.
 What a file leaves out has llama.cpp's default and not the class's.
 """
 
 import math
+import mmap
 import re
-from collections.abc import Callable, Container
+import struct
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from nanoserve.checkpoint.rope import make_rope
 
@@ -79,6 +88,80 @@ AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral
 AS_LLAMA3S_SPLIT = {"glm4", "chatglm-bpe"}
 # As GPT-2, behind a cut around each digit.
 BY_DIGITS = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"}
+
+
+# The file's kinds of values by their numbers, as `struct` calls them.
+KINDS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+TEXT, ARRAY = 8, 9
+VERSIONS = (2, 3)
+
+
+class Stored(NamedTuple):
+    """A tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]  # in torch's order
+    tensor_type: Any  # gguf's GGMLQuantizationType
+    data: np.ndarray  # uint8, (..., bytes of a row)
+
+
+class Walk:
+    """Through a mapped file, from its beginning."""
+
+    def __init__(self, memory: mmap.mmap):
+        self.memory, self.at = memory, 0
+
+    def numbers(self, kinds: str) -> tuple:
+        found = struct.unpack_from(f"<{kinds}", self.memory, self.at)
+        self.at += struct.calcsize(f"<{kinds}")
+        return found
+
+    def text(self) -> str:
+        (length,) = self.numbers("Q")
+        self.at += length
+        return self.memory[self.at - length:self.at].decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == TEXT:
+            return self.text()
+        if kind != ARRAY:
+            return self.numbers(KINDS[kind])[0]
+        kind, count = self.numbers("IQ")
+        if kind in KINDS:
+            return [*self.numbers(f"{count}{KINDS[kind]}")]
+        return [self.value(kind) for _ in range(count)]
+
+    def tensors(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        for _ in range(count):
+            name, (dims,) = self.text(), self.numbers("I")
+            yield name, self.numbers(f"{dims}Q")[::-1], *self.numbers("IQ")
+
+
+def read_file(file: Path) -> tuple[dict, list[Stored]]:
+    """Its entries and its tensors. Raises errors of many kinds for a file that is cut off, or newer
+    than the package gguf."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    with file.open("rb") as opened:
+        walk = Walk(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+    _, version, num_tensors, num_entries = walk.numbers("4sIQQ")
+    if version not in VERSIONS:
+        raise ValueError(f"it is of GGUF's version {version}, and {VERSIONS} are read")
+    entries, tensors = {}, []
+    for _ in range(num_entries):
+        name = walk.text()
+        if name in entries:
+            raise ValueError(f"{name} comes twice")
+        entries[name] = walk.value(*walk.numbers("I"))
+    found = [*walk.tensors(num_tensors)]
+    alignment = entries.get("general.alignment", 32)
+    first = -(-walk.at // alignment) * alignment
+    for name, shape, number, start in found:
+        kind = GGMLQuantizationType(number)
+        numbers, size = GGML_QUANT_SIZES[kind]
+        rows = (*shape[:-1], shape[-1] // numbers * size)
+        data = np.frombuffer(walk.memory, np.uint8, math.prod(rows), first + start).reshape(rows)
+        tensors.append(Stored(name, shape, kind, data))
+    return entries, tensors
 
 
 def check_names(entries: dict) -> list[str]:
@@ -268,6 +351,24 @@ def read_ends(entries: dict) -> list[int]:
     if "<|tool_response>" in ends:
         ends.pop("</s>", None)
     return list(ends.values())
+
+
+def read_tokenizer(entries: dict) -> PreTrainedTokenizerFast:
+    """As `from_pretrained(gguf_file=...)`, which would read the file again."""
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+    fields, options = ({ours: entries[f"tokenizer.{name}"] for name, ours in names.items()
+                        if f"tokenizer.{name}" in entries}
+                       for names in map(mapping.GGUF_TOKENIZER_MAPPING.get, (
+                           "tokenizer", "tokenizer_config")))
+    if fields.get("tokenizer_type") == "llama":
+        options.setdefault("add_bos_token", True)
+    for name, end in dict(bos="bos", eos="eos", unk="unknown", pad="padding").items():
+        number = entries.get(f"tokenizer.ggml.{end}_token_id")
+        options[f"{name}_token"] = None if number is None else fields["tokens"][number]
+    made, more = mapping.convert_gguf_tokenizer(entries["general.architecture"], fields)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **options | more)
+    mend_tokenizer(tokenizer, entries)
+    return tokenizer
 
 
 def mend_tokenizer(tokenizer, entries: dict) -> None:

@@ -38,6 +38,7 @@ from nanoserve_extras.quantization.quantized_linear import (
     round_rows,
     with_minima,
 )
+from nanoserve_extras.tools.gguf_entries import Stored
 
 
 class Family(NamedTuple):
@@ -75,7 +76,7 @@ class Source(NamedTuple):
     """A tensor of the file, and the matrices of the network that it holds: a layer's experts, or
     one. A tensor of one dimension is a row."""
 
-    tensor: Any  # gguf's: `data` (..., bytes of a row) or floats, `tensor_type`
+    tensor: Stored
     names: list[str]
     shape: tuple[int, ...]  # one matrix's
     rows: torch.Tensor | None = None  # the network's order
@@ -126,7 +127,7 @@ def sources(tensors: list, arch: str, network: nn.Module, drafts: int) -> list[S
             if (one := stored.pop(source, None)) is None:
                 missing.append(name)
                 continue
-            has = one.shape[::-1].tolist()
+            has = [*one.shape]
             if [n for n in has if n > 1] != [n for n in (len(names), *shape) if n > 1]:
                 raise ValueError(f"{name} has {has} numbers, and {[*parameter.shape]} by the "
                                  "metadata: take another file")

@@ -21,6 +21,7 @@ from nanoserve.checkpoint.loader import stored_tensors
 from nanoserve_extras.quantization.formats import assemble
 from nanoserve_extras.tools import convert
 from nanoserve_extras.tools.convert import main
+from nanoserve_extras.tools.gguf_entries import read_file
 from nanoserve_extras.tools.gguf_weights import UNPACK, in_order
 
 SIZES = dict(vocab_size=261, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -149,6 +150,22 @@ def test_few_bits_are_those_of_the_file_where_it_has_them(made, tmp_path, kind, 
     assert f"float32, quantization='{bits}'" in capfd.readouterr().err
     if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):  # the head, too, which has a row for each token
         assert expected == texts(dense)
+
+
+def test_a_file_is_read_as_llama_cpps_own_package_reads_it(made):
+    """Entries of every kind, and tensors byte by byte."""
+    file, _ = made("Q4_1", change=lambda writer: (
+        writer.add_array("llama.odd", [-1, 2]), writer.add_float64("llama.wide", 0.1),
+        writer.add_array("llama.flags", [True, False]), writer.add_int8("llama.small", -5),
+        writer.add_uint64("llama.large", 2 ** 63), writer.add_string("llama.text", "\u00e9")))
+    import gguf
+    reader, (entries, tensors) = gguf.GGUFReader(file), read_file(file)
+    assert entries == {name: field.contents() for name, field in reader.fields.items()
+                       if not name.startswith("GGUF.")}
+    assert [(one.name, [*one.shape[::-1]], one.tensor_type) for one in tensors] == [
+        (one.name, one.shape.tolist(), one.tensor_type) for one in reader.tensors]
+    assert all(one.data.tobytes() == other.data.tobytes() for one, other in zip(
+        tensors, reader.tensors, strict=True))
 
 
 def test_every_kind_of_block_is_kept_to_the_last_bit():
