@@ -117,9 +117,11 @@ def _draw(render: Callable[..., str], in_parts: bool, change: Callable, as_text:
           chat: list[dict]) -> str:
     given = []
     for one in change(chat):
-        content = one["content"]
+        content, thought = one["content"], one.get("reasoning_content")
         if not in_parts and not any(isinstance(part, Taken) for part in content):
             content = "\n".join(part["text"] for part in content)
+        if thought is not None:  # templates look for it under one of these names
+            one = one | {"thinking": thought, "reasoning": thought}
         given.append(_with(one, lambda call: dict(arguments=call["arguments"].text if as_text else
                                                   call["arguments"]), content=content))
     return render(given)
