@@ -238,6 +238,19 @@ def test_a_schema_without_properties_at_its_top_is_kept_to(schema, right, wrong,
                                     **options)
 
 
+@every_format
+def test_keys_come_in_the_order_in_which_the_template_writes_them(name, grammars, special,
+                                                                  tokenizer):
+    """In the schema's, or as `dictsort` has it: an upper-case letter among the others."""
+    inner = dict(type="object", properties={key: dict(type="integer") for key in "zAm"})
+    schema = dict(type="object", required=["b", "A", "c"], additionalProperties=False,
+                  properties=dict(b=dict(type="integer"), A=dict(type="string"), c=inner))
+    arguments = dict(b=1, A="x", c={} if name.startswith("LFM") else dict(z=1, A=2, m=3))
+    for options in (dict(), dict(required=True)):
+        assert lets_through(name, grammars, special, tokenizer, schema, arguments, **options)
+    assert FORMATS[name].is_sorted == (name == "Gemma 4")
+
+
 @pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3.5", "Gemma 4"])
 def test_a_reference_leads_to_any_place_of_a_schema(name, grammars, special, tokenizer):
     """zod's lead to where a part stands first. With values between markers no tool was usable."""
