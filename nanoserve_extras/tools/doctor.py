@@ -1,7 +1,8 @@
 """What this machine has, what works on it, and how fast: a table to paste into a report.
 
     nanoserve doctor                  with the bundled model's shapes
-    nanoserve doctor Qwen/Qwen3-0.6B  or those of another; nothing but its config.json is read
+    nanoserve doctor Qwen/Qwen3-0.6B  or those of another; nothing but its config.json is read (of a
+                                      GGUF file all, once: it is converted)
 
     machine      GPU, driver, CUDA of torch; compiler and headers; memory; features of the CPU
     functions    each of the namespace that an engine would take, beside `ops`: device/trial.py
