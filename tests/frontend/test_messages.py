@@ -116,9 +116,12 @@ def test_an_answer_comes_back_as_the_client_got_it(name, content, nothing):
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_a_thought_comes_back_by_either_name(name):
-    """vLLM's answers call it `reasoning`, and templates read DeepSeek's `reasoning_content`."""
-    assert rendered(THOUGHTS, [dict(role="assistant", content="Hi!") | {name: "Hm."}]) == "<Hm.>Hi!"
+@pytest.mark.parametrize("looked_for", ["reasoning_content", "thinking", "reasoning"])
+def test_a_thought_comes_back_by_either_name_and_reaches_each_template(name, looked_for):
+    """vLLM's answers call it `reasoning`; templates read DeepSeek's `reasoning_content`, gpt-oss's
+    its `thinking`, others `reasoning`."""
+    template = THOUGHTS.replace("reasoning_content", looked_for)
+    assert rendered(template, [dict(role="assistant", content="Hi!") | {name: "Hm."}]) == "<Hm.>Hi!"
 
 
 @pytest.mark.parametrize(("name", "becomes"), [
