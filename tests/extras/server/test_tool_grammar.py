@@ -243,9 +243,9 @@ def test_keys_come_in_the_order_in_which_the_template_writes_them(name, grammars
                                                                   tokenizer):
     """In the schema's, or as `dictsort` has it: an upper-case letter among the others."""
     inner = dict(type="object", properties={key: dict(type="integer") for key in "zAm"})
-    schema = dict(type="object", required=["b", "A", "c"], additionalProperties=False,
-                  properties=dict(b=dict(type="integer"), A=dict(type="string"), c=inner))
-    arguments = dict(b=1, A="x", c={} if name.startswith("LFM") else dict(z=1, A=2, m=3))
+    schema = dict(type="object", required=["B", "a", "c"], additionalProperties=False,
+                  properties=dict(B=dict(type="integer"), a=dict(type="string"), c=inner))
+    arguments = dict(B=1, a="x", c={} if name.startswith("LFM") else dict(z=1, A=2, m=3))
     for options in (dict(), dict(required=True)):
         assert lets_through(name, grammars, special, tokenizer, schema, arguments, **options)
     assert FORMATS[name].is_sorted == (name == "Gemma 4")
