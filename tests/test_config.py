@@ -37,6 +37,8 @@ pytestmark = pytest.mark.floor
     (dict(block_size=None), ["block_size", "got None"]),
     (dict(max_num_batched_tokens=8, max_num_seqs=9),
      ["max_num_batched_tokens=8", "max_num_seqs=9"]),
+    (dict(device="cuda:1", tensor_parallel_size=2), ["device='cuda:1'", "2 ranks", '"cuda"']),
+    (dict(device="cuda:1", pipeline_parallel_size=3), ["device='cuda:1'", "3 ranks", '"cuda"']),
 ], ids=str)
 def test_bad_options_are_refused_with_field_value_and_remedy(options, words):
     with pytest.raises(ValueError) as error:

@@ -107,6 +107,15 @@ def test_every_row_is_edited_exactly_as_by_the_plain_loop(batch, seed):
         assert expected[i, got[i]] > -np.inf, "a token that was ruled out"
 
 
+def test_a_word_that_begins_in_the_prompt_is_no_word_of_the_output():
+    seq = sequence("1", [1, 5], SamplingParams(temperature=0), num_unknown_tokens=1,
+                   bad_word_ids=[[5, 7], [5, 6, 8]])
+    for token, banned in ((None, []), (6, []), (5, [7]), (6, [8])):
+        seq.token_ids += [token] * (token is not None)
+        edits = sampling_inputs([seq]).edits
+        assert (edits.banned[1].tolist() if edits else []) == banned
+
+
 def test_ctrl_c_while_tokens_are_counted(monkeypatch):
     """Interrupted when everything is counted but nothing noted: the step is asked for again, and
     each token must count once."""

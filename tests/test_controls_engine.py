@@ -230,6 +230,14 @@ def test_what_is_just_possible_is_accepted(llm, arguments):
     assert run(llm, greedy(**arguments)).token_ids
 
 
+def test_an_end_beyond_the_vocabulary_forbids_nothing(llm, qwen3):
+    """Some configs name one, and min_tokens forbids all ends of a text."""
+    params = greedy(logit_bias={EOS: 100}, min_tokens=3)
+    with LLM(qwen3, dtype="float32", num_gpu_blocks_override=16,
+             hf_overrides=dict(eos_token_id=[EOS, 260, 999])) as other:
+        assert run(other, params).token_ids == run(llm, params).token_ids
+
+
 def test_bad_words_need_a_tokenizer(qwen3):
     llm = LLM(qwen3, num_gpu_blocks_override=16, skip_tokenizer_init=True)
     with pytest.raises(ValueError, match=r"bad_words=\['word'\].*tokenizer"):

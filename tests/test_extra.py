@@ -134,3 +134,14 @@ def test_a_hook_set_on_an_object_is_called_until_it_is_removed_once(llm):
 def test_one_object_is_handed_over_once(qwen3):
     with pytest.raises(ValueError, match="Extra is there already: leave the second time out"):
         make(qwen3, extras=[watcher := Extra(), watcher])
+
+
+def test_what_only_an_extra_can_do_is_refused_again_without_it(llm):
+    class Taking(Extra):
+        takes = ("lora_request",)
+
+    llm.add(taking := Taking())
+    assert llm.make_request("", [1, 2], lora_request="one").lora_request == "one"
+    llm.remove(taking)
+    with pytest.raises(ValueError, match="lora_request='one': .*enable_lora=True"):
+        llm.make_request("", [1, 2], lora_request="one")

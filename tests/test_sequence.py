@@ -200,6 +200,8 @@ def test_numbers_of_numpy_are_numbers():
         float, int, int]
 
 
-def test_a_seed_of_minus_one_is_none():
-    """vLLM's other spelling of "no seed": as a number it would make all samples equal."""
-    assert SamplingParams(seed=-1).seed is None
+@pytest.mark.parametrize("name", ["seed", "thinking_token_budget"])
+def test_minus_one_is_none(name):
+    """vLLM's other spelling: as a number such a seed would make all samples equal, and such a
+    budget would end each thought before its first token."""
+    assert getattr(SamplingParams(**{name: -1}), name) is None

@@ -7,13 +7,15 @@ by hand, and it goes on.
 from copy import copy
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from checkpoints import Reference, assert_same_text, byte_tokenizer
 from grammars import padded_checkpoint
-from helpers import poisoned
+from helpers import poisoned, sequence
 
 from nanoserve import LLM, SamplingParams
-from nanoserve_extras.thinking import Thought
+from nanoserve.sequence import Step
+from nanoserve_extras.thinking import ThinkingBudget, Thought
 
 TEMPLATE = ("{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>"
             "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\n{% endfor %}"
@@ -112,15 +114,42 @@ def test_another_template_has_other_marks_and_one_without_is_refused(thinking):
         assert output.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
+def text_of_letters(ids: list[int]) -> str:
+    return "".join(map(chr, ids)).replace("#", "</think>")
+
+
+@pytest.mark.parametrize("in_grammar", [None, False, True])
+def test_a_thought_that_drafts_begin_ends_within_them(in_grammar):
+    """And where a grammar has no place for the mark, its mask counts."""
+    extra, seq = ThinkingBudget(), sequence("1", [*b"abc"])
+    extra.tokenizer, extra.vocab_size = SimpleNamespace(decode=text_of_letters), 128
+    extra.text_of = lambda id_: text_of_letters([id_])
+    [place] = mark = [ord("#")]
+    mask = np.full(16, 255, dtype=np.uint8)
+    if not in_grammar:
+        mask[place // 8] &= ~np.uint8(1 << place % 8)
+    grammar = SimpleNamespace(mask=lambda *asked: mask)
+    extra.others = {} if in_grammar is None else {seq: grammar}
+    extra.thoughts[seq] = Thought(extra, 2, ("<", "</think>"), mark, False, num_read=3, start=3)
+    drafts = [*b"<de"]
+    extra.scheduled(Step(0, {seq: 4}, sampling=[seq], drafts={seq: drafts}))
+    for count, forced in enumerate([False, False, False, in_grammar is not False]):
+        got = extra.due[seq].mask(seq, drafts[:count], np.array([]), [])
+        only = got is not None and np.unpackbits(got, bitorder="little").nonzero()[0].tolist()
+        assert (only == [place]) == forced, count
+
+
 @pytest.mark.parametrize(("text", "where"), [
     ("<think>abcd", [9, 10, 11]), ("\n <think>\nabc", [11, 12, 13]), ("so <think>abcd", []),
     ("<think>ab</think>cdefgh", [*range(9, 17)]), ("<thunk><think>abcd", []), ("<thin", []),
-    ("<think>ab</thi|nk>cdefgh", [16]), ("</think><think>|abcd", [17, 18, 19])])
+    ("<think>ab</thi|nk>cdefgh", [16]), ("</think><think>|abcd", [17, 18, 19]),
+    ("#|a>cd", [3, 4, 5])])
 def test_where_the_budget_of_a_thought_ends(text, where):
     """Behind two tokens, which are characters here; the mark itself may be written then. A mark
-    within an answer, a call's argument say, begins no thought. |: the prompt ends."""
-    letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
-    extra = SimpleNamespace(tokenizer=letters, text_of=chr)
+    within an answer, a call's argument say, begins no thought. |: the prompt ends. #: a token that
+    is the whole closing mark."""
+    letters = SimpleNamespace(decode=text_of_letters)
+    extra = SimpleNamespace(tokenizer=letters, text_of=lambda id_: text_of_letters([id_]))
     prompt, _, _ = text.rpartition("|")
     thought, ids = Thought(extra, 2, ("<think>", "</think>"), [], bool(prompt), False, len(prompt),
                            len(prompt)), [*map(ord, text.replace("|", ""))]

@@ -5,6 +5,9 @@ Oracle: what can be asked of the same object behind it.
 
 import gc
 import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
 from clean_process import run
@@ -83,6 +86,38 @@ def test_a_script_that_was_killed_is_started_again_and_none_outlives_its_object(
     del trial
     gc.collect()
     assert script.returncode is not None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_fork_has_a_script_of_its_own():
+    """From one pipe each of two processes would read the other's answers."""
+    trial = module.Trial(module.byte_tokenizer())
+    right = json.dumps({"grammars": [{"json_schema": {}}]})
+    assert trial.refusal(right) == ""
+    script = trial.script
+    if not (child := os.fork()):
+        try:
+            answer = trial.refusal(right)
+            trial.end()
+            os._exit(answer != "" or trial.script is script)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert trial.refusal(right) == "" and trial.script is script, "it has not been ended"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another process's limits are read by prlimit")
+def test_a_script_is_bounded_in_time_memory_and_stack(monkeypatch):
+    import resource
+
+    monkeypatch.setattr(module, "SECONDS", 7)
+    trial = module.Trial(module.byte_tokenizer())
+    assert trial.refusal(json.dumps({"grammars": [{"json_schema": {}}]})) == ""
+    seconds, memory, stack = (resource.prlimit(trial.script.pid, kind)[0] for kind in (
+        resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_STACK))
+    pages = int(Path(f"/proc/{trial.script.pid}/statm").read_text().split()[0])
+    room = memory - pages * resource.getpagesize()  # of the limit's, it has taken some
+    assert 0 < room <= module.ROOM and stack == module.STACK and 8 <= seconds < 20
 
 
 def test_it_is_there_on_a_system_that_bounds_no_process():
