@@ -76,7 +76,7 @@ def test_no_memory_of_a_network_is_left_and_every_bit_comes_back(checkpoints, tm
         assert len(own) > 20
         llm.sleep(1)
         left = {name for one, name in own.items() if not one.expired()}
-        assert all(re.fullmatch(r"torch.int32\[\d+\]", name) for name in left), left
+        assert all(re.fullmatch(r"torch.int(32|64)\[\d+\]", name) for name in left), left
         llm.wake_up()
         assert texts(llm, **lora) == expected
 
