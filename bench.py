@@ -18,7 +18,7 @@ import ast
 import random
 import time
 
-from nanoserve.frontend.command import command
+from nanoserve.command import command
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from nanoserve.frontend.command import command
+from nanoserve.command import command
 
 PROMPTS = [
     "Once upon a time",

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 import triton
 
-from nanoserve.device.kernels_fused import table_line
+from nanoserve.triton_fused import table_line
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -36,7 +36,8 @@ from unittest import mock
 
 import torch
 
-from nanoserve.device import kernels, kernels_fused
+from nanoserve import triton_attention as kernels
+from nanoserve import triton_fused as kernels_fused
 from nanoserve_extras.quantization.quantized_triton import TritonWeight
 
 # The most shared memory that a program may have. By default the table is of the first three: A100,

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from benchmarks.workloads import Request, summarize
 from nanoserve import model_runner
 from nanoserve.config import RequestOutputKind, SamplingParams
-from nanoserve.extra import Extra
+from nanoserve.hooks import Extra
 from nanoserve.layers import Experts, Linear
 from nanoserve.llm import LLM
 from nanoserve.sequence import Sequence, Step

@@ -39,9 +39,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from benchmarks.peers import cpu_seconds, pause
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import SamplingParams
 from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve.model_config import ModelConfig
 
 OPTIONS = dict(enable_prefix_caching=False, max_num_seqs=64)  # the second round computes as much
 Run = tuple[float, float, list[str]]  # seconds, the mean ones to a stream's first token, texts

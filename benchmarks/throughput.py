@@ -60,12 +60,12 @@ from benchmarks.meter import peak_memory, profile, serve
 from benchmarks.peers import Peer, compare
 from benchmarks.roofline import Machine, Work
 from benchmarks.workloads import WORKLOADS, Request, wrapped
-from nanoserve.checkpoint.hub import BUNDLED
-from nanoserve.device.choice import pick_device
-from nanoserve.device.memory import free_cpu_memory
-from nanoserve.frontend import rules
-from nanoserve.frontend.command import command
+from nanoserve import rules
+from nanoserve.command import command
+from nanoserve.device import pick_device
+from nanoserve.hub import BUNDLED
 from nanoserve.llm import BUNDLED_MODEL, find_folder, read_model
+from nanoserve.memory import free_cpu_memory
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.doctor import features
 from nanoserve_extras.trace.recorder import Trace

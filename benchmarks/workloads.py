@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 
-from nanoserve.frontend.summary import percentile
+from nanoserve.progress import percentile
 
 COMMUNITY_TOKENS = 10_000  # nano-vllm draws its token ids from 0 to this, inclusive
 Range = tuple[int, int]  # from, to, inclusive

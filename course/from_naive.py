@@ -10,7 +10,7 @@ from importlib import import_module
 
 from course.storyteller import BEGINNING, REQUESTS, ROWS, Storyteller
 from nanoserve import LLM, SamplingParams
-from nanoserve.extra import Extra
+from nanoserve.hooks import Extra
 
 NAMES = ["no cache", "a cache", "a static batch", "continuous batching", "paged, shared beginning"]
 BUDGET = 48  # tokens of an engine's step

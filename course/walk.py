@@ -7,7 +7,7 @@ import re
 
 from course.scratch import HERE
 from nanoserve import LLM, SamplingParams
-from nanoserve.extra import Extra
+from nanoserve.hooks import Extra
 
 IN_BATCH = ["input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "block_tables",
             "logits_indices"]

@@ -16,10 +16,10 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 _HOME = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "config",
-         "RequestOutputKind": "config", "RequestOutput": "frontend.outputs",
-         "CompletionOutput": "frontend.outputs", "Logprob": "frontend.outputs",
-         "ModelConfig": "checkpoint.model_config",
-         "TextPrompt": "frontend.prompts", "TokensPrompt": "frontend.prompts"}
+         "RequestOutputKind": "config", "RequestOutput": "request",
+         "CompletionOutput": "request", "Logprob": "request",
+         "ModelConfig": "model_config",
+         "TextPrompt": "inputs", "TokensPrompt": "inputs"}
 # vLLM's names for what has another name here. An `LLM` is the engine, with a way to make it.
 _ALIASES = {"LLMEngine": "LLM"}
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from nanoserve import __version__
-from nanoserve.frontend.command import command
+from nanoserve.command import command
 
 HOME = Path(__file__).parent.parent  # said, as there may be an installation elsewhere
 IN_PYTHON = """\

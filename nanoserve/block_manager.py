@@ -32,7 +32,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from nanoserve.extra import Hooks
+from nanoserve.hooks import Hooks
 from nanoserve.sequence import CacheEntry, Sequence, visible
 
 ROOT_KEY = b""  # parent of a first block, where the sequence names no root of its own

@@ -1,12 +1,12 @@
 """What can be chosen: `EngineConfig`, the options of `LLM(...)`, and `SamplingParams` of a request.
 
 Names, defaults and meaning are vLLM's. Both are records; each field has a default and a *rule*,
-which says what a value must be and how it is kept (frontend/rules.py).
+which says what a value must be and how it is kept (rules.py).
 
     block_size: int = option(16, rules.COUNT)       16 by default; a whole number of at least 1
 
 What a user left open is `None`. What depends on the device or the model is settled by
-frontend/defaults.py. A field that is still `None` then is switched off (a trace), has the
+defaults.py. A field that is still `None` then is switched off (a trace), has the
 checkpoint's own value (tokenizer), or is measured elsewhere (the KV cache's size). What the
 checkpoint's files fix is not chosen here: see `model_config.ModelConfig`.
 
@@ -14,7 +14,7 @@ Invariants: a value that can't be honoured raises. An `EngineConfig` is never wr
 that must be measured first, such as the longest sequence that fits, goes into a *new* config.
 
 Not known here: torch, devices, memory, vocabularies. What needs the tokenizer (the tokens of a bad
-word) is checked in frontend/inputs.py. Road not taken: groups of options as in larger engines (one
+word) is checked in inputs.py. Road not taken: groups of options as in larger engines (one
 record for the cache, one for the scheduler); all options fit on one screen.
 """
 
@@ -23,9 +23,9 @@ from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from functools import partial
 
-from nanoserve.frontend import rules
-from nanoserve.frontend.rules import Options, choice, number, option
-from nanoserve.frontend.vllm import takes_vllms_words
+from nanoserve import rules
+from nanoserve.rules import Options, choice, number, option
+from nanoserve.vllm import takes_vllms_words
 
 KERNELS = ("auto", "triton", "cpu", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
@@ -80,7 +80,7 @@ class EngineConfig(Options):
     generation_config: str = option("auto", choice("auto", "vllm"))
     trust_remote_code: bool = option(False, rules.FLAG)  # the tokenizer's, and no model's
     device: str = option("auto", rules.DEVICE)
-    kernels: str = option("auto", choice(*KERNELS))  # the operators: see device/choice.py
+    kernels: str = option("auto", choice(*KERNELS))  # the operators: see device.py
     async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
 
     def __post_init__(self):

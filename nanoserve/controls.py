@@ -17,7 +17,7 @@ the request's own (`logits_processors`) come first, and get one row at a time.
 
 Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. (What
 a request's own function returns may be NaN: then the row gets no token.) When a request is made,
-`frontend/inputs.py` checks that some token stays possible in every row.
+`inputs.py` checks that some token stays possible in every row.
 
 The lists are sent anew in every step, but Python looks only at the tokens that are new: what was
 counted before stays with the sequence (`Sequence.sampler_state`). Road not taken: vLLM's tables of

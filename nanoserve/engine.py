@@ -11,14 +11,14 @@ With `async_scheduling` a step is launched before the host has read the previous
 
 Threads share an engine and take turns, step by step. A signal handler, or the garbage collector
 closing a forgotten stream, may call `abort` and `shutdown` in the middle of a step: the work is
-then posted, and done between two steps (parallel/turns.py).
+then posted, and done between two steps (turns.py).
 
 Invariant: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
 except while an engine of one rank launches a step.
 
 Not known here: checkpoints, devices, how prompts are checked, and optional ideas by their names:
-these are *extras* (extra.py). Road not taken: a thread of the engine's own that steps by itself, as
+these are *extras* (hooks.py). Road not taken: a thread of the engine's own that steps by itself, as
 in a server; a loop can be followed in a debugger.
 """
 
@@ -30,21 +30,20 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.tokenizers import Tokenizer
+from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.extra import AN_EXTRA, Extra, Hooks
-from nanoserve.frontend import rules
-from nanoserve.frontend.facts import Part, check_added, facts_of
-from nanoserve.frontend.metrics import EngineMetrics, Metric
-from nanoserve.frontend.outputs import RequestOutput
-from nanoserve.frontend.progress import say
-from nanoserve.frontend.prompts import Prompt
-from nanoserve.frontend.request import Inbox, Request
+from nanoserve.facts import Part, check_added, facts_of
+from nanoserve.hooks import AN_EXTRA, Extra, Hooks
+from nanoserve.inputs import Prompt
+from nanoserve.metrics import EngineMetrics, Metric
+from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
-from nanoserve.parallel.turns import Turns
+from nanoserve.progress import say
+from nanoserve.request import Inbox, Request, RequestOutput
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence
+from nanoserve.tokenizers import Tokenizer
+from nanoserve.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class LLMEngine:
     """The engine of one model; `LLM` makes it. Names are those of vLLM's `LLMEngine`.
 
     runner: its KV cache of `num_blocks` is allocated. process: makes a checked request of a prompt
-    and its parameters (frontend/inputs.py). parts: what else it is made with (frontend/facts.py).
+    and its parameters (inputs.py). parts: what else it is made with (facts.py).
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
@@ -91,7 +90,7 @@ class LLMEngine:
 
     def add(self, extra: Extra) -> None:
         """Hand over one more extra, between two steps. It is asked after all others. Raises
-        `ValueError` where it doesn't go together with the engine (frontend/facts.py), or changes
+        `ValueError` where it doesn't go together with the engine (facts.py), or changes
         how an engine is made: weights, cache and buffers are there by now."""
         rules.checked("an extra", AN_EXTRA, extra)
         if Hooks([extra]).draft and not self.scheduler.num_drafts:

@@ -16,7 +16,7 @@ decoder's layer have come, it calls `finish_loading`, which packs the weight int
 that this device multiplies with (`ops.pack`). A weight that will be packed has memory only from its
 first tensor (`make_room`) until it is packed, so a model is never there twice.
 
-A Linear is cut by rows or by columns, and the two alternate: see parallel/ranks.py. Not known here:
+A Linear is cut by rows or by columns, and the two alternate: see parallel.py. Not known here:
 files, the order of layers, the KV cache. Road not taken: `nn.Linear` and `nn.Embedding`, which
 first draw random weights that are overwritten.
 """
@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve import ops
-from nanoserve.checkpoint.rope import Rope
-from nanoserve.parallel.ranks import SOLO, Ranks, Span, copy_share
+from nanoserve.model_config import Rope
+from nanoserve.parallel import SOLO, Ranks, Span, copy_share
 
 Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` of any layer
 

@@ -25,29 +25,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from nanoserve.checkpoint.hub import find_model
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.tokenizers import Tokenizer, load_tokenizer
+from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.device.choice import describe, fit_to_device, namespace, pick_device
-from nanoserve.device.memory import fit_to_cache
-from nanoserve.device.trial import untrusted
+from nanoserve.defaults import own_parts, resolve
+from nanoserve.device import describe, fit_to_device, namespace, pick_device
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import AN_EXTRA, Extra, Hooks
-from nanoserve.frontend import rules
-from nanoserve.frontend.defaults import own_parts, resolve
-from nanoserve.frontend.facts import Fact, facts_of
-from nanoserve.frontend.inputs import InputProcessor
-from nanoserve.frontend.outputs import RequestOutput
-from nanoserve.frontend.progress import prompts_bar, say
-from nanoserve.frontend.prompts import Prompt, as_list, conversations, one_for_each
-from nanoserve.frontend.request import Request
-from nanoserve.frontend.summary import summary
-from nanoserve.frontend.vllm import missing_method, takes_vllms_words
+from nanoserve.facts import Fact, facts_of
+from nanoserve.hooks import AN_EXTRA, Extra, Hooks
+from nanoserve.hub import find_model
+from nanoserve.inputs import InputProcessor, Prompt, as_list, conversations, one_for_each
+from nanoserve.memory import fit_to_cache
+from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
-from nanoserve.parallel.processes import start_ranks, take_gpu
-from nanoserve.parallel.ranks import check_shares
-from nanoserve.parallel.serving import LAST_WORD, serve_rank
+from nanoserve.parallel import LAST_WORD, check_shares, serve_rank
+from nanoserve.processes import start_ranks, take_gpu
+from nanoserve.progress import prompts_bar, say, summary
+from nanoserve.request import Request, RequestOutput
+from nanoserve.self_test import untrusted
+from nanoserve.tokenizers import Tokenizer, load_tokenizer
+from nanoserve.vllm import missing_method, takes_vllms_words
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
@@ -105,7 +101,7 @@ class LLM(LLMEngine):
 
     model: a local folder, a hub id, a GGUF file or a bundled model's name; without one, the bundled
     story model.
-    extras: objects of your own to be added, in the order in which they are asked (extra.py).
+    extras: objects of your own to be added, in the order in which they are asked (hooks.py).
     Raises `ValueError` for options or checkpoints that can't work, `TypeError` for options that do
     not exist.
     """

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Linear, Placement, RMSNorm, RotaryEmbedding
+from nanoserve.model_config import ModelConfig
 from nanoserve.sequence import NO_TOKEN
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, cos and sin, a stream's two terms

@@ -14,9 +14,9 @@ next step is queued before. The host does not know its input tokens yet, so the 
     device   ...... step n .......►| tokens of n ►| ...... step n+1 .........►| tokens of n+1 ►|
 
 **One forward on all ranks.** With tensor parallelism every rank runs the same `run`, each with its
-share of the weights; only rank 0 gets logits and chooses tokens (parallel/serving.py).
+share of the weights; only rank 0 gets logits and chooses tokens (parallel.py).
 
-On a GPU a step of nothing but decodes is a replay of a CUDA graph (device/graphs.py). A second
+On a GPU a step of nothing but decodes is a replay of a CUDA graph (graphs.py). A second
 network, which drafts for the first, is network 1 of an ordinary greedy step; its layers' caches
 come after the first one's. Not known here: the queue, text, users.
 """
@@ -31,13 +31,13 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch, BatchBuilder
-from nanoserve.checkpoint.loader import Tensors, load_dummy_weights, load_weights
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
-from nanoserve.device.choice import namespace
-from nanoserve.device.graphs import CudaGraph, DecodeGraphs, recorded
-from nanoserve.device.memory import (
+from nanoserve.device import namespace
+from nanoserve.graphs import CudaGraph, DecodeGraphs, recorded
+from nanoserve.layers import Placement
+from nanoserve.loader import Tensors, load_dummy_weights, load_weights
+from nanoserve.memory import (
     count_kv_blocks,
     current,
     largest_step,
@@ -46,12 +46,11 @@ from nanoserve.device.memory import (
     take_device,
     zeros,
 )
-from nanoserve.device.trial import believed
-from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache
-from nanoserve.parallel.ranks import SOLO, Ranks
-from nanoserve.parallel.serving import LAST_WORD, broadcast
+from nanoserve.model_config import ModelConfig
+from nanoserve.parallel import LAST_WORD, SOLO, Ranks, broadcast
 from nanoserve.sampler import SamplerOutput, SamplingInputs, choose_plain, sample
+from nanoserve.self_test import believed
 from nanoserve.sequence import Step
 
 
@@ -59,7 +58,7 @@ from nanoserve.sequence import Step
 class RankParts:
     """What extras give the runner of each rank; `Extra.prepare` adds to it."""
 
-    replaced: tuple[str, ...] = ()  # functions that have failed: device/trial.py
+    replaced: tuple[str, ...] = ()  # functions that have failed: self_test.py
     num_drafts: int = 0  # the most that a step may guess for a row
     # Sections of the batch that an extra fills: in every step (True), or in some.
     sections: dict[str, bool] = field(default_factory=dict)

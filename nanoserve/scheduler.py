@@ -26,7 +26,7 @@ from collections import Counter, deque
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
-from nanoserve.extra import Hooks
+from nanoserve.hooks import Hooks
 from nanoserve.sequence import Sequence, Step
 
 RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting

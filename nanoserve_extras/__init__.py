@@ -3,7 +3,7 @@
     nanoserve: LLM(model, enable_lora=True) ──one late import──► this file ──► lora/lora.py: LoRA
                from nanoserve import LoRARequest ─┘  nanoserve serve ─┘  llm.embed(...) ─┘
 
-An extra is handed to the engine, which knows it by the methods of `nanoserve.extra.Extra` alone.
+An extra is handed to the engine, which knows it by the methods of `nanoserve.hooks.Extra` alone.
 So these tables are the one place that names all of them, and each idea is imported when somebody
 asks for it. Delete the folder `nanoserve_extras`, and the engine runs without; delete one idea with
 its rows here, and the others run.
@@ -83,7 +83,7 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
     change nothing, because its extra was handed over with another value.
     """
     from nanoserve.config import EngineConfig
-    from nanoserve.frontend.facts import Fact
+    from nanoserve.facts import Fact
 
     args, model_config, network = read_model(args, folder)
     given, extras = list(given), []
@@ -125,7 +125,7 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
 
 def read_model(args: Any, folder: Any) -> tuple[Any, Any, list]:
     """The options, the checkpoint's config, and the extra that makes its network, if one does."""
-    from nanoserve.checkpoint.model_config import ModelConfig
+    from nanoserve.model_config import ModelConfig
 
     known = args.model_impl == "nanoserve" or ModelConfig.is_known(folder, args.hf_overrides)
     if known and args.model_impl != "transformers" and not args.limit_mm_per_prompt:

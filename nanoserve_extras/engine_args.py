@@ -11,10 +11,10 @@ and vLLM's `EngineArgs` know the same names without a second list. Imports no to
 from dataclasses import dataclass
 from typing import Any
 
+from nanoserve import rules
 from nanoserve.config import EngineConfig
-from nanoserve.frontend import rules
-from nanoserve.frontend.rules import Options, Rule, choice, option
-from nanoserve.frontend.vllm import takes_vllms_words
+from nanoserve.rules import Options, Rule, choice, option
+from nanoserve.vllm import takes_vllms_words
 
 
 @dataclass(frozen=True, kw_only=True)

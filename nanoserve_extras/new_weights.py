@@ -36,17 +36,16 @@ from types import FunctionType, ModuleType
 import torch
 from safetensors.torch import load, save
 
-from nanoserve.checkpoint.loader import Tensors, load_weights, stored_tensors
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend.vllm import takes_vllms_words
+from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
 from nanoserve.llm import find_folder
+from nanoserve.loader import Tensors, load_weights, stored_tensors
 from nanoserve.model import Decoder
+from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.ranks import Ranks
-from nanoserve.parallel.serving import HEAD
+from nanoserve.parallel import HEAD, Ranks
+from nanoserve.vllm import takes_vllms_words
 from nanoserve_extras.block_store.block_store import BlockStore
 
 CALL = -3  # in the place of a step's first length: one of the following comes next

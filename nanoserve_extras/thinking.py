@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.request import Request
+from nanoserve.facts import Fact
+from nanoserve.hooks import Extra
+from nanoserve.request import Request
 from nanoserve.sequence import Sequence, Step
 
 

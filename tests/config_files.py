@@ -1,7 +1,6 @@
 """config.json files in memory, with nothing in them that could be left out. No torch."""
 
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.rope import Rope
+from nanoserve.model_config import ModelConfig, Rope
 
 SIZES = dict(vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)

@@ -76,7 +76,7 @@ def prepare_torch() -> None:
 
 def remember_trials() -> None:
     """As on a machine on which each model of the tests has been started before, and was right."""
-    from nanoserve.device import trial
+    from nanoserve import self_test as trial
 
     class Passed(dict):
         def get(self, key):

@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from nanoserve.config import SamplingParams
-from nanoserve.extra import Extra
-from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.hooks import Extra
+from nanoserve.request import RequestStateStats
 from nanoserve.sequence import CoreRequest, Sequence
 
 OF_REQUESTS = {field.name for field in dataclasses.fields(CoreRequest)}

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from nanoserve import llm
-from nanoserve.device.graphs import DecodeGraphs, Size
+from nanoserve.graphs import DecodeGraphs, Size
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.ranks import Ranks
+from nanoserve.parallel import Ranks
 from nanoserve.sampler import SamplerOutput
 
 WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal",
@@ -89,7 +89,7 @@ def _overwrite(old, new):
 
 def record_steps(monkeypatch) -> list[Size]:
     """Engines record decode steps with the stand-in. Two splits for up to two rows."""
-    kernels = pytest.importorskip("nanoserve.device.kernels")
+    kernels = pytest.importorskip("nanoserve.triton_attention")
     interpreted, lock = type(kernels._attention_kernel), threading.Lock()
 
     def recording(run):

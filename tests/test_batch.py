@@ -13,8 +13,8 @@ from helpers import sequence
 
 from nanoserve.batch import HEADER, MAX_MOVES, SECTIONS, Batch, BatchBuilder
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.device.graphs import Size
-from nanoserve.parallel.serving import HEAD
+from nanoserve.graphs import Size
+from nanoserve.parallel import HEAD
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 

@@ -10,8 +10,8 @@ import pytest
 from clean_process import EXTRAS, PACKAGE
 from config_files import small_llama
 
-from nanoserve.checkpoint.rope import Rope
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.model_config import Rope
 from nanoserve_extras.engine_args import EngineArgs
 
 pytestmark = pytest.mark.floor

@@ -17,7 +17,7 @@ from small_engine import (
 from tqdm import tqdm
 
 from nanoserve import LLM
-from nanoserve.frontend.detokenizer import Detokenizer
+from nanoserve.detokenizer import Detokenizer
 
 # -------------------------------------------------------------- what goes wrong
 

@@ -112,7 +112,7 @@ def test_a_mask_hides_no_nan_from_logprobs(qwen3, monkeypatch):
 def test_steps_that_are_replayed(checkpoints, recorded, ranks_in_threads, ranks, heat):
     """The token of a graph says it, too, and the next step, in flight by then, has some input. Two
     ranks send each its best token alone."""
-    pytest.importorskip("nanoserve.device.kernels")
+    pytest.importorskip("nanoserve.triton_attention")
     with LLM(checkpoints["tiny"], dtype="float32", device="cpu", kernels="triton", max_num_seqs=2,
              tensor_parallel_size=ranks, async_scheduling=True, num_gpu_blocks_override=48) as llm:
         [whole] = llm.generate([[5, 7, 9]], greedy(temperature=heat, max_tokens=4), use_tqdm=False)

@@ -7,7 +7,7 @@ import pytest
 from helpers import hand_over, watch_steps
 from small_engine import drain, drain_through, greedy, ids_of, make
 
-from nanoserve.extra import NAMES, Extra
+from nanoserve.hooks import NAMES, Extra
 
 # More prompts than rows and blocks, so that blocks are evicted; some share a block.
 SHARED = ids_of("the same beginning")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.layers import Embedding, Experts, Linear, Placement
-from nanoserve.parallel.ranks import Ranks, Span, check_shares
+from nanoserve.parallel import Ranks, Span, check_shares
 
 CPU = torch.device("cpu")
 

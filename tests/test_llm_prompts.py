@@ -23,7 +23,7 @@ from small_engine import (
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.frontend.inputs import InputProcessor
+from nanoserve.inputs import InputProcessor
 
 # ----------------------------------------------------- prompts and their results
 

@@ -2,7 +2,7 @@
 
 The oracle is the same engine with one request at a time, and without a prefix cache. The compiled
 twin makes every sum in a fixed order, which other rows, chunks and drafts don't change. It is not
-so behind a window, nor with blocks of a size that 16 doesn't divide: device/cpu.cpp says why.
+so behind a window, nor with blocks of a size that 16 doesn't divide: cpu.cpp says why.
 """
 
 import random
@@ -10,7 +10,7 @@ import random
 import pytest
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.device.choice import namespace
+from nanoserve.device import namespace
 
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 # In each mode: the checkpoint, its options, and those that only the crowd has.

@@ -9,10 +9,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import load_dummy_weights
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Placement
+from nanoserve.loader import load_dummy_weights
 from nanoserve.model import Decoder
+from nanoserve.model_config import ModelConfig
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 

@@ -18,8 +18,8 @@ from quick_interpreter import quick_interpreter  # noqa: F401
 
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import KERNELS, SamplingParams
-from nanoserve.device.choice import namespace
-from nanoserve.device.graphs import Size
+from nanoserve.device import namespace
+from nanoserve.graphs import Size
 from nanoserve.sequence import Step
 
 NAMES = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",

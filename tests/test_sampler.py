@@ -22,7 +22,7 @@ from plain_sampling import assert_distributed, reference_probs
 
 from nanoserve import ops
 from nanoserve.config import SamplingParams
-from nanoserve.device.choice import namespace
+from nanoserve.device import namespace
 from nanoserve.sampler import SamplingInputs, put
 from nanoserve.sequence import Sequence
 

@@ -12,7 +12,7 @@ import torch
 from protocol import serve
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.device.cpu import multiplies
+from nanoserve.cpu import multiplies
 
 
 def load(args):

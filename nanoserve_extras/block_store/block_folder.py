@@ -31,7 +31,7 @@ from typing import Any
 import xxhash
 
 from nanoserve.config import EngineConfig
-from nanoserve.frontend.rules import in_words, private
+from nanoserve.rules import in_words, private
 
 VERSION = 2  # the files' format
 CHECKSUM = 16  # bytes that it takes

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from nanoserve.device.memory import free_cpu_memory
+from nanoserve.memory import free_cpu_memory
 from nanoserve.model import KVCache
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.ranks import Ranks
+from nanoserve.parallel import Ranks
 
 LEAST_BYTES = 2 ** 29  # for host memory that only serves a folder
 

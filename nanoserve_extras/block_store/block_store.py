@@ -40,14 +40,14 @@ from weakref import WeakKeyDictionary
 
 from nanoserve.batch import MAX_MOVES
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import Counter, Metric
-from nanoserve.frontend.progress import say
-from nanoserve.frontend.request import Request
-from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.facts import Fact
+from nanoserve.hooks import Extra
+from nanoserve.metrics import Counter, Metric
+from nanoserve.progress import say
+from nanoserve.request import Request
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.block_store.block_folder import (
     CHECKSUM,
     Folder,

@@ -21,15 +21,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from nanoserve.checkpoint.model_config import ModelConfig, read_architecture, read_config
-from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.progress import say
+from nanoserve.facts import Fact
 from nanoserve.llm import find_folder
+from nanoserve.model_config import ModelConfig, read_architecture, read_config
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.ranks import check_shares
+from nanoserve.parallel import check_shares
+from nanoserve.progress import say
 from nanoserve.sequence import Sequence, Step
+from nanoserve.tokenizers import load_tokenizer
 
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet

@@ -29,14 +29,14 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import Tensors, load_dummy_weights, load_weights, stored_tensors
-from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.frontend.facts import Fact
+from nanoserve.facts import Fact
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
 from nanoserve.llm import find_folder
+from nanoserve.loader import Tensors, load_dummy_weights, load_weights, stored_tensors
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
+from nanoserve.model_config import ModelConfig, read_json
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.drafts.guessers import UNKNOWN, Guesser, write_drafts

@@ -23,11 +23,11 @@ import transformers
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import stored_tensors
-from nanoserve.checkpoint.model_config import QUANTIZED, ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Placement
+from nanoserve.loader import stored_tensors
 from nanoserve.model import KVCache
+from nanoserve.model_config import QUANTIZED, ModelConfig, read_json
 from nanoserve_extras.drafts.hidden_taps import Head, NormTap, States
 from nanoserve_extras.foreign.foreign import override, read_hf_config
 from nanoserve_extras.foreign.foreign_weights import fill, text_config_of

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache, Pair
+from nanoserve.model_config import ModelConfig
 
 States = torch.Tensor  # (num_tokens, hidden_size), of one layer or several side by side
 

@@ -23,10 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend.metrics import Counter, Metric, Vector
-from nanoserve.frontend.progress import say
-from nanoserve.frontend.rules import in_words
+from nanoserve.hooks import Extra
+from nanoserve.metrics import Counter, Metric, Vector
+from nanoserve.progress import say
+from nanoserve.rules import in_words
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.drafts.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser
 from nanoserve_extras.drafts.hidden_drafts import HiddenGuesser, OwnGuesser

@@ -19,7 +19,10 @@ from pathlib import Path
 
 import transformers
 
-from nanoserve.checkpoint.model_config import (
+from nanoserve.engine import Plan
+from nanoserve.facts import Fact
+from nanoserve.hooks import Extra
+from nanoserve.model_config import (
     QUANTIZED,
     ModelConfig,
     read_architecture,
@@ -28,11 +31,8 @@ from nanoserve.checkpoint.model_config import (
     read_generation,
     read_quantization,
 )
-from nanoserve.checkpoint.wrappings import WRAPPINGS, flatten, stored_names, text_part
-from nanoserve.engine import Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.rules import in_words
+from nanoserve.rules import in_words
+from nanoserve.wrappings import WRAPPINGS, flatten, stored_names, text_part
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.foreign.encoder import make_pooler, read_encoder
 from nanoserve_extras.foreign.foreign_weights import text_class, text_config_of

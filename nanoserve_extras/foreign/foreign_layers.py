@@ -29,11 +29,11 @@ from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve import ops
-from nanoserve.checkpoint.loader import translated
-from nanoserve.device.memory import return_freed_memory
-from nanoserve.frontend.progress import say
 from nanoserve.layers import Linear, Placement
-from nanoserve.parallel.ranks import Span
+from nanoserve.loader import translated
+from nanoserve.memory import return_freed_memory
+from nanoserve.parallel import Span
+from nanoserve.progress import say
 from nanoserve_extras.foreign.foreign_weights import EXPERTS, towers_of
 from nanoserve_extras.foreign.latent import keep_latents
 from nanoserve_extras.quantization.quantized_experts import Grouped

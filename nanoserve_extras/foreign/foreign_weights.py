@@ -41,7 +41,8 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nanoserve.checkpoint.loader import (
+from nanoserve.config import EngineConfig
+from nanoserve.loader import (
     Tensors,
     adds_nothing,
     follows,
@@ -49,10 +50,9 @@ from nanoserve.checkpoint.loader import (
     text_alone,
     translated,
 )
-from nanoserve.checkpoint.wrappings import check_names
-from nanoserve.config import EngineConfig
-from nanoserve.frontend.rules import in_words
-from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
+from nanoserve.parallel import CHECKPOINT_DTYPES
+from nanoserve.rules import in_words
+from nanoserve.wrappings import check_names
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
 

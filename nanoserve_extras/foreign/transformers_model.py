@@ -33,13 +33,12 @@ import transformers
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import Tensors
-from nanoserve.checkpoint.model_config import ENDINGS, ModelConfig, read_dtype
-from nanoserve.checkpoint.rope import Rope
 from nanoserve.config import EngineConfig
-from nanoserve.device.memory import return_freed_memory
 from nanoserve.layers import Placement
+from nanoserve.loader import Tensors
+from nanoserve.memory import return_freed_memory
 from nanoserve.model import KVCache, Pair, fit_8_bits
+from nanoserve.model_config import ENDINGS, ModelConfig, Rope, read_dtype
 from nanoserve.sequence import visible
 from nanoserve_extras.foreign.foreign_layers import say_what_stays, take_over
 from nanoserve_extras.foreign.foreign_weights import fill, text_config_of, towers_of

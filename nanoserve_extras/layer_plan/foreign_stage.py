@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from nanoserve.checkpoint.loader import Tensors
+from nanoserve.loader import Tensors
 from nanoserve_extras.foreign.transformers_model import Probe
 from nanoserve_extras.layer_plan.layer_disk import Disk
 

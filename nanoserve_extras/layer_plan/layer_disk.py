@@ -31,7 +31,7 @@ from tempfile import TemporaryFile, gettempdir
 import torch
 from torch import nn
 
-from nanoserve.device.build import cache_folder
+from nanoserve.build import cache_folder
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 SMALL = 2 ** 16  # bytes; less stays in memory: norms, biases, scales

@@ -17,7 +17,7 @@ are in flight as there are stages; a sequence samples in one of them (`Scheduler
 Invariant: **not one bit changes.** Between two layers the residual stream is two terms, and the
 next norm reads nothing but their rounded sum. So the sum alone is sent, and begins a stream.
 
-How a rank's death is noticed: parallel/processes.py. To sample on the last stage would need each
+How a rank's death is noticed: processes.py. To sample on the last stage would need each
 row's rules there, and all that is counted for it.
 """
 
@@ -32,19 +32,19 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.metrics import Counter, Gauge, Metric
-from nanoserve.frontend.progress import say
+from nanoserve.facts import Fact
+from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
+from nanoserve.metrics import Counter, Gauge, Metric
 from nanoserve.model import Decoder, KVCache
+from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.serving import HEAD
-from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.parallel import HEAD
+from nanoserve.progress import say
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
+from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.engine_args import LayerPlanOptions
 from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom
 from nanoserve_extras.new_weights import NewWeights

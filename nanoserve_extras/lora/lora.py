@@ -36,22 +36,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import nn
 
+from nanoserve import rules
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import translated
-from nanoserve.checkpoint.model_config import read_json
 from nanoserve.engine import Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend import rules
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.request import Request
-from nanoserve.frontend.rules import in_words, option
+from nanoserve.facts import Fact
+from nanoserve.hooks import Extra
 from nanoserve.layers import Linear, Placement, beside
+from nanoserve.loader import translated
 from nanoserve.model import Decoder
+from nanoserve.model_config import read_json
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
-from nanoserve.parallel.serving import HEAD
-from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.parallel import CHECKPOINT_DTYPES, HEAD
+from nanoserve.request import Request
+from nanoserve.rules import in_words, option
 from nanoserve.sequence import CacheEntry, Step
+from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.engine_args import LoRAOptions
 
 ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.PATH.keep)

@@ -39,15 +39,14 @@ import torch
 from transformers import ProcessorMixin
 
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.inputs import InputProcessor
-from nanoserve.frontend.messages import MediaError
-from nanoserve.frontend.metrics import Counter, Gauge, Metric
-from nanoserve.frontend.progress import say
-from nanoserve.frontend.prompts import Prompt, salt_of, template_of
-from nanoserve.frontend.request import Request
-from nanoserve.frontend.rules import in_words, words_of
+from nanoserve.facts import Fact
+from nanoserve.hooks import Extra
+from nanoserve.inputs import InputProcessor, Prompt, salt_of, template_of
+from nanoserve.messages import MediaError
+from nanoserve.metrics import Counter, Gauge, Metric
+from nanoserve.progress import say
+from nanoserve.request import Request
+from nanoserve.rules import in_words, words_of
 from nanoserve.sampler import put
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.engine_args import MultimodalOptions

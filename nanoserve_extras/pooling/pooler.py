@@ -29,12 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.checkpoint.model_config import ModelConfig, read_json
-from nanoserve.frontend import rules
-from nanoserve.frontend.rules import option
-from nanoserve.frontend.vllm import takes_vllms_words
+from nanoserve import rules
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
+from nanoserve.model_config import ModelConfig, read_json
+from nanoserve.rules import option
+from nanoserve.vllm import takes_vllms_words
 from nanoserve_extras.engine_args import PoolingOptions
 from nanoserve_extras.pooling.sentence_files import (
     POOLING_TYPES,

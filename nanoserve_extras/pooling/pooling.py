@@ -29,20 +29,18 @@ from typing import Any
 import torch
 from tokenizers import normalizers
 
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve import rules
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.engine import Plan, no_numbers
-from nanoserve.extra import Extra
-from nanoserve.frontend import rules
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.inputs import InputProcessor
-from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.progress import say
-from nanoserve.frontend.prompts import Prompt, as_list, one_for_each, salt_of
-from nanoserve.frontend.request import Request, salted
-from nanoserve.frontend.rules import in_words, option
-from nanoserve.frontend.vllm import takes_vllms_words
+from nanoserve.facts import Fact
+from nanoserve.hooks import Extra
+from nanoserve.inputs import InputProcessor, Prompt, as_list, one_for_each, salt_of
+from nanoserve.model_config import ModelConfig
+from nanoserve.progress import say
+from nanoserve.request import Request, RequestStateStats, salted
+from nanoserve.rules import in_words, option
 from nanoserve.sequence import CoreRequest, Sequence
+from nanoserve.vllm import takes_vllms_words
 from nanoserve_extras.engine_args import PoolingOptions
 from nanoserve_extras.pooling.pooler import POOLS, First, Pooler
 from nanoserve_extras.pooling.sentence_files import too_long

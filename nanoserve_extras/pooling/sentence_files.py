@@ -28,10 +28,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from nanoserve.checkpoint.loader import stored_tensors
-from nanoserve.checkpoint.model_config import inside, read_json
-from nanoserve.frontend import rules
-from nanoserve.frontend.rules import ANYTHING, Rule, in_words, only_if, option
+from nanoserve import rules
+from nanoserve.loader import stored_tensors
+from nanoserve.model_config import inside, read_json
+from nanoserve.rules import ANYTHING, Rule, in_words, only_if, option
 
 TOKENS, VECTOR, SCORES, LOGITS = ("token_embeddings", "sentence_embedding", "scores",
                                   "causal_logits")

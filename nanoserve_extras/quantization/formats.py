@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoserve.checkpoint.loader import translated
+from nanoserve.loader import translated
 from nanoserve_extras.quantization.quantized_linear import Quantised, unpaired, with_minima
 
 Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names

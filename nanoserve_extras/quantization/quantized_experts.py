@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from nanoserve.layers import Placement
-from nanoserve.parallel.ranks import Span
+from nanoserve.parallel import Span
 from nanoserve_extras.quantization.quantized_linear import QuantisedLinear
 
 # Tokens that are there once for each of their experts. What is larger a CPU's system maps anew each

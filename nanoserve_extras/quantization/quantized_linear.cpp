@@ -1,6 +1,6 @@
 // x @ weight.T for a weight of whole numbers: int8 by row, or 4 or 8 bits in groups.
 //
-// The loop is device/cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
+// The loop is cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
 // long as there are inputs; a unit is two neighbouring inputs. A unit of a panel becomes 32 numbers
 // of 16 bits in a register, and one instruction multiplies them by a row's unit and adds both
 // products to 16 sums of 32 bits:
@@ -37,7 +37,7 @@
 // On matrix tiles panels are widened to bfloat16, once for all rows of a portion, and activations are
 // not rounded. An int8 is a bfloat16 as it is; in groups, weights are rounded behind q * s + m.
 //
-// Shapes and dtypes are checked in device/library.py. Built by device/build.py.
+// Shapes and dtypes are checked in build.py. Built by build.py.
 
 #include "matrix_tiles.h"
 
@@ -328,7 +328,7 @@ constexpr long AHEAD = 4096;  // bytes of a panel that are fetched before they a
 template <class T, class Out = T>
 void product(const T *x, const uint8_t *weight, long bits, long group, long floats, const T *bias,
              Out *out, long rows, long inputs, long panels, long panel_size, long outputs) {
-    if (!rows) return;  // as in device/cpu.cpp
+    if (!rows) return;  // as in cpu.cpp
     const bool is_4 = bits == 4, by_row = group == 0;
     const Groups groups{by_row ? BLOCK_UNITS : group / 2, int(floats), by_row};
     const Tiling tiling(rows, by_row, ON_TILES<T>);
@@ -396,7 +396,7 @@ void product(const T *x, const uint8_t *weight, long bits, long group, long floa
     });
 }
 
-template <class T> constexpr auto wide_product = product<T, float>;  // as in device/cpu.cpp
+template <class T> constexpr auto wide_product = product<T, float>;  // as in cpu.cpp
 
 }  // namespace
 

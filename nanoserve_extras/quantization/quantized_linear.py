@@ -35,12 +35,11 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve import ops
-from nanoserve.device.build import load
-from nanoserve.device.library import functions_of
-from nanoserve.device.memory import return_freed_memory
-from nanoserve.device.memory import zeros as mapped_zeros
+from nanoserve.build import functions_of, load
 from nanoserve.layers import Embedding, Linear, Placement, Span, Tensors
-from nanoserve.parallel.ranks import copy_share
+from nanoserve.memory import return_freed_memory
+from nanoserve.memory import zeros as mapped_zeros
+from nanoserve.parallel import copy_share
 
 LARGEST = 127  # -128 is not used: a matrix and its negative are rounded alike
 LARGEST_4 = 15

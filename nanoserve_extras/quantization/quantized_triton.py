@@ -28,8 +28,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanoserve.device import kernels, kernels_fused
-from nanoserve.device.kernels_fused import tile_of_expert
+from nanoserve import triton_attention as kernels
+from nanoserve import triton_fused as kernels_fused
+from nanoserve.triton_fused import tile_of_expert
 from nanoserve_extras.quantization.quantized_linear import TorchWeight
 
 # By `table_line` and the most rows of a tile; from the compiled code alone (benchmarks/kernels.py,

@@ -37,20 +37,20 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
-from nanoserve.device.memory import (
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.facts import Fact
+from nanoserve.hooks import Extra
+from nanoserve.layers import Linear
+from nanoserve.memory import (
     MIN_CACHE_TOKENS,
     free_memory,
     memory_for,
     return_freed_memory,
 )
-from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.progress import say
-from nanoserve.layers import Linear
 from nanoserve.model import KVCache
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.serving import HEAD
+from nanoserve.parallel import HEAD
+from nanoserve.progress import say
 from nanoserve.sampler import put
 from nanoserve.sequence import Step
 from nanoserve_extras.engine_args import RecurrentOptions

@@ -24,8 +24,8 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from nanoserve.extra import Extra
-from nanoserve.frontend.metrics import Counter, Gauge, Metric
+from nanoserve.hooks import Extra
+from nanoserve.metrics import Counter, Gauge, Metric
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
 

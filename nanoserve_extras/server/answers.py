@@ -33,8 +33,7 @@ from itertools import islice
 from typing import Any
 from uuid import uuid4
 
-from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput
-from nanoserve.frontend.request import Request
+from nanoserve.request import CompletionOutput, Logprob, Request, RequestOutput
 from nanoserve_extras.server.async_llm import EngineGenerateError
 from nanoserve_extras.server.errors import as_json
 from nanoserve_extras.server.protocol import ChatBody, CompletionBody

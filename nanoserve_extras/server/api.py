@@ -35,8 +35,8 @@ from pydantic import ValidationError
 
 import nanoserve
 from nanoserve.config import SamplingParams
-from nanoserve.frontend.progress import say
-from nanoserve.frontend.rules import words_of
+from nanoserve.progress import say
+from nanoserve.rules import words_of
 from nanoserve_extras.server import pooling, prometheus
 from nanoserve_extras.server.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError

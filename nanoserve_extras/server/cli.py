@@ -33,10 +33,10 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from nanoserve.frontend.command import DashedParser
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.vllm import nearest
+from nanoserve.command import DashedParser
+from nanoserve.facts import Fact
 from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve.vllm import nearest
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.server.api import create_app
 from nanoserve_extras.server.async_llm import AsyncLLM

@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from nanoserve.config import RequestOutputKind, SamplingParams
-from nanoserve.frontend.vllm import nearest
+from nanoserve.vllm import nearest
 from nanoserve_extras.server.errors import TOO_LONG, BadRequest
 from nanoserve_extras.server.vllm import ROWS
 
@@ -401,7 +401,7 @@ Choice = Annotated[Literal["none", "auto", "required"] | ToolChoice | None, Befo
 
 
 class Conversation(Body):
-    """Messages for the chat template. It checks what they hold (frontend/messages.py)."""
+    """Messages for the chat template. It checks what they hold (messages.py)."""
 
     messages: Messages
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None

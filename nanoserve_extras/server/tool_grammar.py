@@ -30,9 +30,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import SamplingParams
 from nanoserve.llm import LLM
+from nanoserve.tokenizers import Tokenizer
 from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import ChatBody
 from nanoserve_extras.server.tool_format import format_of

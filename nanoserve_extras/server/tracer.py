@@ -17,7 +17,7 @@ beginning can't be cut off.
 from pathlib import Path
 
 from nanoserve.engine import LLMEngine
-from nanoserve.frontend.request import Request
+from nanoserve.request import Request
 from nanoserve_extras.trace.recorder import Trace, encoder_of
 
 

@@ -1,6 +1,6 @@
 """Names of vLLM's server, and of its clients' bodies, that have no place here: one table.
 
-It goes on where frontend/vllm.py ends, whose rows for `LLM` are options of the command line, and
+It goes on where vllm.py ends, whose rows for `LLM` are options of the command line, and
 whose rows for `SamplingParams` count in a body, too. A field of a body that has no row is passed
 over, and the server logs it once: so a row that keeps a text from being another one stays.
 
@@ -8,8 +8,8 @@ Invariant: nothing is accepted and ignored, as there. A field that could change 
 dropped only if its value asks for what happens anyway.
 """
 
-from nanoserve.frontend import vllm
-from nanoserve.frontend.vllm import Row, rows_of
+from nanoserve import vllm
+from nanoserve.vllm import Row, rows_of
 
 # takers: "serve" (vLLM's own options of its server), "body" (a request).
 TABLE = (

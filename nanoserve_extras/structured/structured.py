@@ -31,12 +31,12 @@ from typing import Any
 
 import numpy as np
 
+from nanoserve import rules
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.extra import Extra
-from nanoserve.frontend import rules
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.request import Request
-from nanoserve.frontend.rules import in_words, option
+from nanoserve.facts import Fact
+from nanoserve.hooks import Extra
+from nanoserve.request import Request
+from nanoserve.rules import in_words, option
 from nanoserve.sequence import Sequence
 from nanoserve_extras.structured.structured_schema import tidy
 from nanoserve_extras.structured.structured_trial import Trial, byte_tokenizer

@@ -29,10 +29,10 @@ from uuid import uuid4
 from transformers import AutoTokenizer
 
 import nanoserve
-from nanoserve.checkpoint.tokenizers import Tokenizer
-from nanoserve.frontend.command import command
-from nanoserve.frontend.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
+from nanoserve.command import command
 from nanoserve.llm import BUNDLED_MODEL, find_folder
+from nanoserve.tokenizers import Tokenizer
+from nanoserve.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated
 
@@ -43,8 +43,8 @@ INNER = set("config distributed inputs lora outputs pooling_params request sampl
 # Names that are not in `nanoserve` itself, and where they are.
 OURS, POOLING = "nanoserve_extras.tools.as_vllm", "nanoserve_extras.pooling.pooling"
 HOMES = {"LLM": f"{OURS}_trl:TrainersLLM",
-         "FlexibleArgumentParser": "nanoserve.frontend.command:DashedParser",
-         "PromptType": "nanoserve.frontend.prompts:Prompt", "init_logger": "logging:getLogger"}
+         "FlexibleArgumentParser": "nanoserve.command:DashedParser",
+         "PromptType": "nanoserve.inputs:Prompt", "init_logger": "logging:getLogger"}
 HOMES |= dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), f"{OURS}:CliEngineArgs")
 HOMES |= dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "nanoserve_extras.server.async_llm:AsyncLLM")
 HOMES |= dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel",
@@ -52,7 +52,7 @@ HOMES |= dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel",
 HOMES |= dict.fromkeys(ONLY_SERVER, f"{OURS}_trl:only_server")
 HOMES |= {name: f"{OURS}:{name}" for name in (
     "random_uuid", "get_tokenizer", "resolve_chat_template", "print_embeddings")}
-HOMES |= {name: f"nanoserve.frontend.metrics:{name}"
+HOMES |= {name: f"nanoserve.metrics:{name}"
           for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")}
 HOMES |= {f"{kind}RequestOutput": f"{POOLING}:PoolingRequestOutput"
           for kind in ("Embedding", "Classification", "Scoring")}

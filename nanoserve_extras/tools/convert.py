@@ -36,10 +36,10 @@ from safetensors.torch import save
 from tqdm import tqdm
 
 import nanoserve
-from nanoserve.device.build import cache_folder, digest
-from nanoserve.device.memory import free_cpu_memory, return_freed_memory
-from nanoserve.frontend.progress import say
+from nanoserve.build import cache_folder, digest
 from nanoserve.llm import read_model
+from nanoserve.memory import free_cpu_memory, return_freed_memory
+from nanoserve.progress import say
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.gguf_entries import (
     check_names,

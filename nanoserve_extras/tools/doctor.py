@@ -5,7 +5,7 @@
                                       GGUF file all, once: it is converted)
 
     machine      GPU, driver, CUDA of torch; compiler and headers; memory; features of the CPU
-    functions    each of the namespace that an engine would take, beside `ops`: device/trial.py
+    functions    each of the namespace that an engine would take, beside `ops`: self_test.py
     times        bytes that are read a second, and their share of this machine's own copy
     ranks        on several GPUs one all_reduce for each pair
 
@@ -27,12 +27,13 @@ from pathlib import Path
 
 import torch
 
+from nanoserve import build
+from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
-from nanoserve.device import build, trial
-from nanoserve.device.choice import fit_to_device, namespace, pick_device, why_unusable
-from nanoserve.device.memory import current, free_cpu_memory
-from nanoserve.frontend.defaults import resolve
+from nanoserve.defaults import resolve
+from nanoserve.device import fit_to_device, namespace, pick_device, why_unusable
 from nanoserve.llm import BUNDLED_MODEL, find_folder, read_model
+from nanoserve.memory import current, free_cpu_memory
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.quantization.quantization import kind_of_weight
 from nanoserve_extras.quantization.quantized_linear import GROUP, round_groups, round_rows
@@ -42,7 +43,7 @@ GB, MB = 2 ** 30, 2 ** 20
 FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd",
             "bf16", "sve"}  # those that matrices are multiplied with
 # Two ranks' start, which compares collectives. In a process: what hangs there can be ended.
-PAIR = ("from nanoserve.parallel.processes import start_ranks; "
+PAIR = ("from nanoserve.processes import start_ranks; "
         "start_ranks(2, 'cuda', id).close(); print('right')")  # the second does nothing
 
 

@@ -27,7 +27,7 @@ import torch
 from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from nanoserve.checkpoint.rope import make_rope
+from nanoserve.model_config import make_rope
 
 # An entry of the network, and its names as a field of transformers' classes.
 FIELDS = {

@@ -29,9 +29,9 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import SamplingParams
 from nanoserve.llm import LLM
+from nanoserve.tokenizers import Tokenizer
 
 WINDOW = 512  # tokens that are read at a time, at most
 NUM_LIKELY = 20  # tokens whose probabilities are compared at each position

@@ -20,7 +20,7 @@ makes no sentences in its hot path.
 
 from dataclasses import dataclass, field
 
-from nanoserve.frontend.progress import many
+from nanoserve.progress import many
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 

@@ -42,9 +42,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanoserve.extra import Extra
-from nanoserve.frontend.progress import say
-from nanoserve.frontend.rules import private
+from nanoserve.hooks import Extra
+from nanoserve.progress import say
+from nanoserve.rules import private
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
 from nanoserve_extras.engine_args import TraceOptions

@@ -38,11 +38,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
-from nanoserve.extra import Extra
-from nanoserve.frontend.metrics import EngineMetrics
-from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.progress import say
-from nanoserve.frontend.summary import duration, percentile, summary
+from nanoserve.hooks import Extra
+from nanoserve.metrics import EngineMetrics
+from nanoserve.progress import duration, percentile, say, summary
+from nanoserve.request import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
 from nanoserve_extras.engine_args import TraceOptions

@@ -17,7 +17,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from nanoserve.device import kernels, kernels_delta, kernels_fused, kernels_sampling
+from nanoserve import triton_attention as kernels
+from nanoserve import triton_delta as kernels_delta
+from nanoserve import triton_fused as kernels_fused
+from nanoserve import triton_sampling as kernels_sampling
 
 ROOT = Path(__file__).parent.parent.parent
 # The most shared memory a program may have. What runs on an RTX 4090, which takes A100's lines of

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import roofline, workloads
 from benchmarks.roofline import MODELS, Machine, Work
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import SamplingParams
+from nanoserve.model_config import ModelConfig
 from nanoserve.sequence import Step
 
 H200 = Machine(4.3e12, 790e12)

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.checkpoint.loader import load_weights
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Embedding, Experts, Linear, Placement
+from nanoserve.loader import load_weights
 from nanoserve.model import Decoder
+from nanoserve.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"

@@ -6,7 +6,7 @@ and from the sizes, which must be the file's own; `recipe` is RoPE's, in transfo
 
 from ropes_by_hand import frequencies, sharpness
 
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.model_config import ModelConfig
 
 USUAL = dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, activation="silu",
              norm_offset=False, scale_embedding=False, post_norms=False, tie_word_embeddings=False,

@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from nanoserve import SamplingParams
-from nanoserve.frontend.detokenizer import Detokenizer
+from nanoserve.detokenizer import Detokenizer
 
 UNFINISHED = "\ufffd"
 no_clock = settings(deadline=None, derandomize=True, max_examples=40,

@@ -19,9 +19,8 @@ from loading import INDEX, empty_model, greedy, load, stored_tensors, weights_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nanoserve import LLM, layers
-from nanoserve.checkpoint import loader
-from nanoserve.checkpoint.loader import load_weights
+from nanoserve import LLM, layers, loader
+from nanoserve.loader import load_weights
 
 # ------------------------------------------------------ everything in its place
 

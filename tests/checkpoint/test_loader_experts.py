@@ -8,12 +8,12 @@ from loading import CPU, INDEX, empty_model, load, stored_tensors, weights_of, w
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from nanoserve.checkpoint import loader
-from nanoserve.checkpoint.loader import load_weights
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve import loader
 from nanoserve.layers import Experts, Placement
+from nanoserve.loader import load_weights
 from nanoserve.model import Decoder
-from nanoserve.parallel.ranks import Ranks
+from nanoserve.model_config import ModelConfig
+from nanoserve.parallel import Ranks
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe-odd", "mixtral"])

@@ -8,9 +8,8 @@ import torch
 from helpers import write_json
 from loading import greedy, load, stored_tensors
 
-from nanoserve import LLM
-from nanoserve.checkpoint import loader
-from nanoserve.checkpoint.hub import find_model
+from nanoserve import LLM, loader
+from nanoserve.hub import find_model
 
 
 def pickled(folder, files: dict[str, dict] | None = None, **options):

@@ -9,7 +9,7 @@ import json
 import pytest
 from config_files import LLAMA, QWEN3, read, small_llama
 
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.model_config import ModelConfig
 
 
 @pytest.mark.parametrize("activations", [

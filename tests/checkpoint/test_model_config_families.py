@@ -10,8 +10,8 @@ from config_files import EMPTY, read
 from published import PUBLISHED, assert_reads
 from ropes_by_hand import frequencies
 
-from nanoserve.checkpoint.model_config import FAMILIES, ModelConfig
-from nanoserve.checkpoint.wrappings import flatten
+from nanoserve.model_config import FAMILIES, ModelConfig
+from nanoserve.wrappings import flatten
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 NONE = (None,) * 30  # of all layers

@@ -5,7 +5,7 @@ import json
 import pytest
 from config_files import QWEN3
 
-from nanoserve.checkpoint.model_config import ModelConfig, read_config, read_json
+from nanoserve.model_config import ModelConfig, read_config, read_json
 
 
 def test_mlx_checkpoints_are_refused_as_that():

@@ -15,9 +15,8 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.rope import Rope
 from nanoserve.layers import RotaryEmbedding
+from nanoserve.model_config import ModelConfig, Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 RECIPES = {

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from nanoserve.device import library
+from nanoserve import build as library
 
 PAGE = mmap.PAGESIZE
 libc = ctypes.CDLL(None, use_errno=True)

@@ -54,7 +54,7 @@ def as_kernels_have_it(stored):
     """A cache in `ops`'s order of memory: of 8 bits, a block's scales go behind its numbers."""
     if stored.dtype != torch.int8:
         return stored
-    from nanoserve.device.kernels_fused import numbers_and_scales  # here: it needs triton
+    from nanoserve.triton_fused import numbers_and_scales  # here: it needs triton
     cache = torch.empty_like(stored)
     numbers, scales = numbers_and_scales(cache)
     numbers.copy_(stored[..., :-4])

@@ -3,7 +3,7 @@
 import torch
 
 from nanoserve import ops
-from nanoserve.device import kernels_sampling as kernels
+from nanoserve import triton_sampling as kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN, INF = float("nan"), float("inf")

@@ -19,8 +19,7 @@ from dummy_engines import assert_serves
 from dummy_engines import start as start_engine
 
 import nanoserve.device
-from nanoserve import ops
-from nanoserve.device import build
+from nanoserve import build, ops
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
                                 reason="needs g++")
@@ -228,7 +227,7 @@ def run(script: str, *arguments: str, **environment) -> subprocess.CompletedProc
 
 def test_where_it_can_not_be_built_the_engine_says_so_and_runs(dummy, monkeypatch, capsys):
     """And it is an error where it was asked for."""
-    monkeypatch.delitem(sys.modules, "nanoserve.device.cpu", raising=False)
+    monkeypatch.delitem(sys.modules, "nanoserve.cpu", raising=False)
     monkeypatch.delattr(nanoserve.device, "cpu", raising=False)
     monkeypatch.setenv("CXX", "false")
     engine = start_engine(dummy, dtype="float32", num_gpu_blocks_override=8)
@@ -269,7 +268,7 @@ def test_no_compiler_warns(flavour):
 
 def test_the_start_up_line_names_what_multiplies():
     """By the features that Linux sees."""
-    from nanoserve.device.cpu import multiplies
+    from nanoserve.cpu import multiplies
 
     features = Path("/proc/cpuinfo").read_text().split()
     names = dict(avx512_bf16="AVX512-BF16", avx512f="AVX512", avx2="AVX2")
@@ -313,7 +312,7 @@ def test_avx2_computes_the_same(tmp_path):
 def test_nothing_undefined_happens_and_no_buffer_is_overrun(tmp_path):
     """A sanitiser ends the process at a shift too far, an overflow, a misaligned address; a page
     without rights behind each buffer at a number too far (guard_pages.py)."""
-    from nanoserve.device.cpu import LIBRARY
+    from nanoserve.cpu import LIBRARY
 
     printed = run_oracles(tmp_path, "-O1 -fsanitize=undefined -fno-sanitize-recover=all",
                           "-p", "guard_pages", "-rp", *map(str, filter(Path.exists, [QUANTISED])))
@@ -335,7 +334,8 @@ for threads in (1, 2):
     x = torch.randn(512, 512)
     x @ x, torch.relu(x.repeat(64, 8))
     before = tasks()
-    from nanoserve.device import build, cpu
+    from nanoserve import build
+    from nanoserve import cpu
     packed = cpu.pack(x)
     cpu.linear(x, packed)
     assert tasks() == before, (tasks(), before)

@@ -9,12 +9,12 @@ import torch
 from dummy_engines import start
 from helpers import write_json
 
+from nanoserve import device as choice
 from nanoserve import ops
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.device import choice
-from nanoserve.device.choice import fit_to_device, pick_device
-from nanoserve.frontend.defaults import resolve
+from nanoserve.defaults import resolve
+from nanoserve.device import fit_to_device, pick_device
+from nanoserve.model_config import ModelConfig
 
 
 @pytest.fixture

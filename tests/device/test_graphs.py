@@ -13,11 +13,11 @@ from recorded_graphs import RecordedGraph
 from safetensors.torch import load_file
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.device.graphs import DecodeGraphs, Size, all_sizes, graph_sizes
+from nanoserve.graphs import DecodeGraphs, Size, all_sizes, graph_sizes
 from nanoserve.sequence import Step
 from nanoserve_extras.drafts.speculative import Speculation
 
-pytest.importorskip("nanoserve.device.kernels")
+pytest.importorskip("nanoserve.triton_attention")
 
 def start(folder, depth=1, **options) -> LLM:
     """Kernels on a CPU."""

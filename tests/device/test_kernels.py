@@ -22,7 +22,7 @@ from nanoserve.ops import paged_attention as twin
 
 pytest.importorskip("triton")
 
-from nanoserve.device import kernels
+from nanoserve import triton_attention as kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GUARD = 64  # numbers on either side of an output that must stay as they were

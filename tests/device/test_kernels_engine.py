@@ -12,7 +12,7 @@ from kernel_modes import MODES, few
 
 from nanoserve import LLM, SamplingParams, ops
 
-kernels = pytest.importorskip("nanoserve.device.kernels")
+kernels = pytest.importorskip("nanoserve.triton_attention")
 
 MAX_TOKENS = 5
 

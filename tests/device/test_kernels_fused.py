@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nanoserve import ops
-from nanoserve.checkpoint.rope import Rope
 from nanoserve.layers import RotaryEmbedding
+from nanoserve.model_config import Rope
 
 pytest.importorskip("triton")
 
@@ -30,9 +30,9 @@ from sampling_twins import (
     unaligned,
 )
 
-from nanoserve.device import kernels as namespace
-from nanoserve.device import kernels_fused as kernels
-from nanoserve.device import kernels_sampling
+from nanoserve import triton_attention as namespace
+from nanoserve import triton_fused as kernels
+from nanoserve import triton_sampling as kernels_sampling
 
 # Infinities meet here on purpose, and numpy, in which the interpreter computes, remarks on it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

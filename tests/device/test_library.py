@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoserve.device import build
-from nanoserve.device.library import functions_of
+from nanoserve import build
+from nanoserve.build import functions_of
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
                                 reason="needs g++")
@@ -90,7 +90,7 @@ def test_what_is_no_tensor_or_no_number_is_refused(library, arguments):
 
 
 def test_a_plain_weight_is_not_taken_for_a_packed_one():
-    from nanoserve.device import cpu  # here: it is compiled
+    from nanoserve import cpu  # here: it is compiled
 
     x, weight = torch.randn(2, 32), torch.randn(16, 32)
     packed = cpu.pack(weight)
@@ -102,7 +102,7 @@ def test_a_plain_weight_is_not_taken_for_a_packed_one():
 
 
 def test_a_row_that_is_longer_than_its_blocks_is_refused():
-    from nanoserve.device import cpu
+    from nanoserve import cpu
 
     cache = cpu.new_cache(2, 16, 2, 16, torch.float32, torch.device("cpu"))
     tables, lens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 0]], [20], [0, 1]))
@@ -118,7 +118,7 @@ def test_a_row_that_is_longer_than_its_blocks_is_refused():
 
 
 def test_a_cache_of_other_heads_or_numbers_is_refused():
-    from nanoserve.device import cpu
+    from nanoserve import cpu
 
     cache = cpu.new_cache(4, 16, 2, 24, torch.float32, torch.device("cpu"))
     angles, slots = torch.zeros(1, 24), torch.zeros(1, dtype=torch.int32)

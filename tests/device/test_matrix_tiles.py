@@ -27,7 +27,7 @@ from test_build import (  # noqa: F401
 )
 from test_ops import CPU, make_batch, namespace, numbers, scatter, write
 
-from nanoserve.device import build
+from nanoserve import build
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
                                 reason="needs g++")
@@ -165,7 +165,7 @@ def test_torch_and_we_take_turns_in_the_same_threads(tmp_path):
     script = """
 import sys, torch
 if sys.argv[1:]: import tile_traps
-from nanoserve.device import cpu
+from nanoserve import cpu
 torch.set_num_threads(2)
 x, weight = torch.randn(40, 96).bfloat16(), torch.randn(200, 96).bfloat16()
 packed, plain = cpu.pack(weight), weight.T.contiguous()

@@ -14,12 +14,11 @@ from dummy_engines import assert_serves, start
 from test_build import exit_code
 from test_build import start as start_process
 
-from nanoserve import SamplingParams, ops
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve import SamplingParams, memory, ops
 from nanoserve.config import EngineConfig
-from nanoserve.device import memory
-from nanoserve.device.memory import free_cpu_memory
-from nanoserve.frontend.defaults import resolve
+from nanoserve.defaults import resolve
+from nanoserve.memory import free_cpu_memory
+from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
 
 # A block of 16 tokens: 2 layers, K and V, 2 KV heads of 16 numbers, 4 bytes each.

@@ -14,11 +14,12 @@ from checkpoints import assert_same_text
 from dummy_engines import start
 
 from nanoserve import LLM, SamplingParams, llm, ops
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve import device as choice
+from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
-from nanoserve.device import choice, trial
-from nanoserve.device.trial import Shapes, believed, replaced, trials, untrusted
-from nanoserve.frontend.defaults import resolve
+from nanoserve.defaults import resolve
+from nanoserve.model_config import ModelConfig
+from nanoserve.self_test import Shapes, believed, replaced, trials, untrusted
 
 CPU = torch.device("cpu")
 SMALL = Shapes(torch.float32, 48, 8, qk_norm=True, num_experts=3, windows=(None, 5), softcap=20.0)
@@ -35,7 +36,7 @@ def wrong(found: dict[str, tuple[float, str]]) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", trial.TOLERANCE, ids=str)
 @pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
 def test_the_compiled_twin_passes(dtype, is_int8):
-    cpu = pytest.importorskip("nanoserve.device.cpu")
+    cpu = pytest.importorskip("nanoserve.cpu")
     shapes = SMALL._replace(dtype=dtype, is_int8=is_int8, hidden_size=520, head_dim=64)
     found = trials(cpu, shapes, CPU)
     assert set(found) == set(trial.CHECKS) and not wrong(found)
@@ -155,7 +156,7 @@ def test_a_trial_without_memory_is_not_remembered(dummy, trusted, monkeypatch, t
 @pytest.fixture
 def trusted(monkeypatch, tmp_path):
     """Nothing is remembered but in a cache folder of the test's own. Returns the CPU's twin."""
-    cpu = pytest.importorskip("nanoserve.device.cpu")
+    cpu = pytest.importorskip("nanoserve.cpu")
     monkeypatch.setattr(trial, "remembered", inspect.unwrap(trial.remembered))
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
     return cpu
@@ -239,7 +240,7 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(dummy, tr
 def test_a_gpu_is_known_by_what_every_torch_says_of_it(monkeypatch):
     """By public names alone: a private one was gone in torch 2.11, and no engine started."""
     pytest.importorskip("triton")
-    from nanoserve.device import kernels
+    from nanoserve import triton_attention as kernels
 
     about = [("get_device_name", "a card"), ("get_device_capability", (9, 0))]
     for name, value in about:

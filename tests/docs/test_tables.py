@@ -9,8 +9,8 @@ from dataclasses import fields
 import pytest
 from pages import ROOT, read
 
-from nanoserve.checkpoint.model_config import FAMILIES
 from nanoserve.config import POLICIES, SamplingParams
+from nanoserve.model_config import FAMILIES
 from nanoserve_extras.engine_args import EngineArgs
 
 pytestmark = pytest.mark.floor

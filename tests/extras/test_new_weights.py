@@ -239,7 +239,7 @@ IN_AN_UPDATE = """if 1:
     from pathlib import Path
     import torch
     from nanoserve import LLM
-    from nanoserve.device import cpu
+    from nanoserve import cpu
 
     def resident():  # bytes of this process that are no file's: what it really holds
         status = Path("/proc/self/status").read_text()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 try:
-    from nanoserve.device.kernels import INTERPRETED
+    from nanoserve.triton_attention import INTERPRETED
     from nanoserve_extras.quantization.quantized_triton import TritonWeight
 except ImportError:
     INTERPRETED, TritonWeight = False, None

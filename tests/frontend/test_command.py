@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.frontend.command import command
+from nanoserve.command import command
 
 pytestmark = pytest.mark.floor
 ROOT = Path(__file__).parent.parent.parent
@@ -19,19 +19,19 @@ try: os.kill(os.getpid(), 2); time.sleep(60)
 except BaseException: print("caught")
 """
 LOADING = """
-from nanoserve.frontend.command import command
+from nanoserve.command import command
 with command():
     import catches
 """
 RUNNING = """
 import os, time
-from nanoserve.frontend.command import command
+from nanoserve.command import command
 with command():
     os.kill(os.getpid(), 2); time.sleep(60)
 """
 BEHIND = """
 import sys
-from nanoserve.frontend.command import command
+from nanoserve.command import command
 with command():
     print("the last words of a command that ends itself")
     sys.exit(3)

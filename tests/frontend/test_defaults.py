@@ -6,7 +6,7 @@ import pytest
 from config_files import small_llama
 
 from nanoserve.config import EngineConfig
-from nanoserve.frontend.defaults import resolve
+from nanoserve.defaults import resolve
 
 pytestmark = pytest.mark.floor
 

@@ -26,7 +26,7 @@ from real_tokenizers import (
 )
 
 from nanoserve import RequestOutputKind
-from nanoserve.frontend.detokenizer import PATIENCE
+from nanoserve.detokenizer import PATIENCE
 
 # ----------------------------------------------------------------- whole characters
 

@@ -22,7 +22,7 @@ from real_tokenizers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoserve import RequestOutputKind, SamplingParams
-from nanoserve.frontend.detokenizer import PATIENCE, Detokenizer
+from nanoserve.detokenizer import PATIENCE, Detokenizer
 
 CHARACTERS = bytes_to_unicode()
 RUNS = {"FF": b"\xff", "E4 BD": b"\xe4\xbd", "F0 9F 98 FF": b"\xf0\x9f\x98\xff", "80": b"\x80",

@@ -7,15 +7,15 @@ import pytest
 from helpers import sequence
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.extra import Extra
-from nanoserve.frontend.metrics import (
+from nanoserve.hooks import Extra
+from nanoserve.metrics import (
     STEP_TOKENS,
     Counter,
     EngineMetrics,
     Gauge,
     Histogram,
 )
-from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.request import RequestStateStats
 
 GREEDY = dict(temperature=0, ignore_eos=True)
 

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.floor
 
 SCRIPT = """
-from nanoserve.frontend.progress import prompts_bar, say
+from nanoserve.progress import prompts_bar, say
 say("before the bar")
 with prompts_bar(2, True) as bar:
     bar.mininterval = 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nanoserve import TextPrompt, TokensPrompt
-from nanoserve.frontend.prompts import as_list, encoded_prompts, one_encoded_prompt
+from nanoserve.inputs import as_list, encoded_prompts, one_encoded_prompt
 
 pytestmark = pytest.mark.floor
 

@@ -9,7 +9,7 @@ import gc
 import pytest
 from small_engine import greedy, make, run, tokens
 
-from nanoserve.frontend.request import SALTED, salted
+from nanoserve.request import SALTED, salted
 from nanoserve.sequence import CacheEntry
 
 LONG = "a prompt of forty tokens, one a letter.."

@@ -3,7 +3,7 @@
 import pytest
 from helpers import stats
 
-from nanoserve.frontend.summary import percentile, summary
+from nanoserve.progress import percentile, summary
 
 pytestmark = pytest.mark.floor
 

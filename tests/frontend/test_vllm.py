@@ -8,8 +8,8 @@ import re
 
 import pytest
 
+from nanoserve import vllm
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.frontend import vllm
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.server import vllm as server
 

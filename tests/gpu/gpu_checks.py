@@ -8,7 +8,7 @@ from checkpoints import assert_same_text
 from helpers import poisoned
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.device.graphs import Size
+from nanoserve.graphs import Size
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="torch sees no GPU")

@@ -20,7 +20,7 @@ from poison import as_kernels_have_it
 from sampling_twins import kept_by_kernel, kept_by_twin, plain_draw
 
 from nanoserve import ops
-from nanoserve.device import kernels
+from nanoserve import triton_attention as kernels
 from nanoserve_extras.quantization.quantized_linear import round_groups, round_rows
 from nanoserve_extras.quantization.quantized_triton import TritonWeight
 from nanoserve_extras.recurrent.recurrent_delta import delta_rule

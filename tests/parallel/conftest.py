@@ -29,7 +29,7 @@ def start(qwen3):
 @pytest.fixture
 def spawned(monkeypatch):
     """The process ids of all children started from now on, also of engines that never came up."""
-    from nanoserve.parallel import processes
+    from nanoserve import processes
 
     pids, spawn = [], processes._spawn
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve import LLM, SamplingParams
-from nanoserve.parallel import processes
+from nanoserve import LLM, SamplingParams, processes
 
 looks_into_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(),
                                      reason="looks into /proc")
@@ -67,7 +66,7 @@ def in_children(monkeypatch, code: str) -> None:
 def hasten(monkeypatch, seconds: float = 0.2) -> None:
     """Shorter beats in all ranks started from now on: dead after 3 s instead of 15."""
     monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", seconds)
-    in_children(monkeypatch, "import nanoserve.parallel.processes as p; "
+    in_children(monkeypatch, "import nanoserve.processes as p; "
                              f"p.HEARTBEAT_SECONDS = {seconds}")
 
 

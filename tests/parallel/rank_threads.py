@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from nanoserve.parallel.processes import FOR_EVER
-from nanoserve.parallel.ranks import Ranks
+from nanoserve.parallel import Ranks
+from nanoserve.processes import FOR_EVER
 
 
 def thread_ranks(size: int) -> list[Ranks]:

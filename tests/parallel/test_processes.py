@@ -36,9 +36,9 @@ from process_tools import (
 )
 from safetensors.torch import load_file, save_file
 
-from nanoserve import LLM, model_runner
+from nanoserve import LLM, model_runner, processes
+from nanoserve import parallel as ranks
 from nanoserve.batch import SECTIONS
-from nanoserve.parallel import processes, ranks
 
 pytestmark = looks_into_proc
 

@@ -37,7 +37,7 @@ def test_ctrl_c_and_a_suspended_terminal(qwen3, tmp_path, expected):
     others go on, nothing is lost but the requests. And Ctrl-Z for longer than it takes to declare
     somebody dead kills nobody: heartbeats are not compared with a clock. Nor does a rank end while
     rank 0 alone is stopped: it lives."""
-    hasten = "import nanoserve.parallel.processes as p; p.HEARTBEAT_SECONDS = 0.1"
+    hasten = "import nanoserve.processes as p; p.HEARTBEAT_SECONDS = 0.1"
     script = Script(qwen3, tmp_path / "it", """\
 long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 for _ in range(2):
@@ -98,8 +98,8 @@ def test_ctrl_c_while_the_engine_starts(qwen3, tmp_path, file, of):
 
 CTRL_C_IN_POPEN = """\
 import os, signal, subprocess, sys, threading
-from nanoserve.parallel.ranks import Ranks
-from nanoserve.parallel.processes import Watch, _kill
+from nanoserve.parallel import Ranks
+from nanoserve.processes import Watch, _kill
 
 def interrupted_at(number, call):
     \"\"\"Ctrl-C comes at this line of Python's own subprocess module, if there are so many.\"\"\"

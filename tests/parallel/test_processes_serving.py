@@ -5,7 +5,7 @@ from checkpoints import assert_same_text
 from process_tools import GREEDY, MAX_TOKENS, PROMPT, SMALL, looks_into_proc, run
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.parallel.serving import HEAD
+from nanoserve.parallel import HEAD
 
 pytestmark = looks_into_proc
 

@@ -18,7 +18,7 @@ from process_tools import (
     run,
 )
 
-from nanoserve.parallel import processes
+from nanoserve import processes
 
 pytestmark = looks_into_proc
 STAGES = dict(tensor_parallel_size=1, pipeline_parallel_size=3)
@@ -41,8 +41,8 @@ def test_a_stage_is_killed_in_the_middle_of_a_step(start, expected):
 
 
 LOSE_ONE = """
-import nanoserve.parallel.processes as processes
-from nanoserve.parallel.ranks import Ranks
+import nanoserve.processes as processes
+from nanoserve.parallel import Ranks
 processes.MAX_LATE_HEARTBEATS = 10
 send, sent = Ranks.send, []
 def lose_one(ranks, x, to):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from process_tools import PATIENCE, Script, looks_into_proc
 
-from nanoserve.parallel.processes import take_gpu
+from nanoserve.processes import take_gpu
 
 pytestmark = [looks_into_proc, pytest.mark.usefixtures("leave_nobody")]
 
@@ -51,7 +51,7 @@ def test_torchrun_on_one_machine(qwen3, tmp_path, expected):
 def test_torchrun_on_two_machines(qwen3, tmp_path, expected):
     """Both of them this one. Only the first prints, and holds Python's lock for longer than beats
     may be missed."""
-    setting = "import ctypes, nanoserve.parallel.processes as p; p.HEARTBEAT_SECONDS = 0.2"
+    setting = "import ctypes, nanoserve.processes as p; p.HEARTBEAT_SECONDS = 0.2"
     ending = "ctypes.PyDLL(None).usleep(4_500_000); assert text() == tokens"
     port = str(free_port())
     machines = [Script(qwen3, tmp_path / str(i), ending, setting=setting, command=torchrun(
@@ -69,7 +69,7 @@ def started_by_hand(folder: Path, where: Path, ending: str, heartbeat: str) -> l
     port = str(free_port())
     return [Script(folder, where / str(i), ending, RANK=str(i), WORLD_SIZE="2",
                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                   setting="import nanoserve.parallel.processes as p; p.GRACE_SECONDS = 1; "
+                   setting="import nanoserve.processes as p; p.GRACE_SECONDS = 1; "
                            f"p.HEARTBEAT_SECONDS = {heartbeat}")
             for i in range(2)]
 

@@ -15,12 +15,12 @@ from checkpoints import assert_same_text
 from rank_threads import in_threads, thread_ranks
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.frontend.defaults import resolve
+from nanoserve.defaults import resolve
+from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.processes import start_ranks
-from nanoserve.parallel.ranks import Ranks, Span, wait_for
+from nanoserve.parallel import Ranks, Span, wait_for
+from nanoserve.processes import start_ranks
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)

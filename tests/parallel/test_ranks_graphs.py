@@ -5,11 +5,11 @@ from checkpoints import assert_same_text
 from helpers import poisoned
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.device.graphs import Size
+from nanoserve.graphs import Size
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.ranks import Ranks
+from nanoserve.parallel import Ranks
 
-pytest.importorskip("nanoserve.device.kernels")
+pytest.importorskip("nanoserve.triton_attention")
 
 
 def start(folder, **options) -> LLM:

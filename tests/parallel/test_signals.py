@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.turns import ctrl_c_held
 
 pytestmark = pytest.mark.floor
 

@@ -8,10 +8,9 @@ from collections import deque
 
 import pytest
 
-from nanoserve.parallel import signals
-from nanoserve.parallel import turns as turns_file
-from nanoserve.parallel.signals import ctrl_c_held
-from nanoserve.parallel.turns import Turns
+from nanoserve import turns as signals
+from nanoserve import turns as turns_file
+from nanoserve.turns import Turns, ctrl_c_held
 
 pytestmark = pytest.mark.floor
 

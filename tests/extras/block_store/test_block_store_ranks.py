@@ -13,7 +13,7 @@ from test_block_store_engine import LONG, SMALL, ask, num_loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM
-from nanoserve.parallel.ranks import SOLO
+from nanoserve.parallel import SOLO
 from nanoserve_extras.block_store.block_host import HostMemory, rows_of, share_memory
 
 

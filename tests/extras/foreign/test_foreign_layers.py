@@ -45,7 +45,7 @@ def test_norms_and_gated_mlps_of_any_name_are_taken_over(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_taken_over_computes_the_same(dtype):
     """And rounds no worse: beside float64, ours is at most as far away as transformers'."""
-    from nanoserve.device import cpu  # compiles
+    from nanoserve import cpu  # compiles
 
     network = network_of("gemma4")
     exact, theirs = deepcopy(network).double(), deepcopy(network).to(dtype)

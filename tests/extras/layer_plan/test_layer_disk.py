@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_layer_plan import SMALL, texts
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.device.build import cache_folder
+from nanoserve.build import cache_folder
 from nanoserve_extras.layer_plan import layer_disk
 from nanoserve_extras.layer_plan.layer_plan import LayerPlan, places
 

@@ -16,7 +16,7 @@ from small_engine import drain
 from witness import read
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.model_config import ModelConfig
 from nanoserve_extras.layer_plan.layer_plan import Stage, places, share_out, share_out_rows
 
 SMALL = dict(num_gpu_blocks_override=64, dtype="float32", device="cpu")

@@ -14,8 +14,7 @@ from packing import FORMATS, SMALL, by_definition, groups_by_definition, pack, t
 from safetensors.torch import save_file
 from weight_kinds import ENGINES, needs_interpreter
 
-from nanoserve import LLM, SamplingParams
-from nanoserve.device import build
+from nanoserve import LLM, SamplingParams, build
 from nanoserve.layers import Linear
 from nanoserve_extras.quantization import quantization, quantized_experts
 from nanoserve_extras.quantization.quantized_linear import QuantisedLinear

@@ -12,10 +12,10 @@ import torch
 from packing import Drawn, by_definition, groups_by_definition
 from weight_kinds import KINDS, TOLERANCE, close, needs_compiler, row_counts
 
-from nanoserve.device import build
-from nanoserve.device.library import functions_of
+from nanoserve import build
+from nanoserve.build import functions_of
 from nanoserve.layers import Placement
-from nanoserve.parallel.ranks import Span
+from nanoserve.parallel import Span
 from nanoserve_extras.quantization import quantized_linear
 from nanoserve_extras.quantization.quantized_linear import (
     CpuWeight,

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
-from nanoserve.device import kernels_fused
+from nanoserve import triton_fused as kernels_fused
 from nanoserve_extras.quantization import quantized_triton as kernels
 from nanoserve_extras.quantization.quantized_linear import join, with_minima
 from nanoserve_extras.quantization.quantized_triton import LAUNCHES, TritonWeight

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.frontend.outputs import RequestOutput
+from nanoserve.request import RequestOutput
 from nanoserve_extras.server.api import create_app
 from nanoserve_extras.server.async_llm import AsyncLLM
 from nanoserve_extras.server.cli import listen

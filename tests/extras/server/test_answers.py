@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoserve.frontend.outputs import (
+from nanoserve.request import (
     CompletionOutput,
     Logprob,
     RequestOutput,

@@ -16,7 +16,7 @@ from serving import CHATS
 from test_tools import FORMATS, read
 
 from nanoserve import SamplingParams
-from nanoserve.frontend.outputs import CompletionOutput, RequestOutput
+from nanoserve.request import CompletionOutput, RequestOutput
 from nanoserve_extras.server import tool_grammar
 from nanoserve_extras.server.answers import ChatAnswer, one_text
 from nanoserve_extras.server.errors import BadRequest

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nanoserve import SamplingParams
-from nanoserve.frontend.detokenizer import Detokenizer
-from nanoserve.frontend.messages import render_messages
+from nanoserve.detokenizer import Detokenizer
+from nanoserve.messages import render_messages
 from nanoserve_extras.server.loose_calls import Call
 from nanoserve_extras.server.tool_format import derive
 from nanoserve_extras.server.tool_schemas import kinds_of

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.checkpoint.loader import stored_tensors
+from nanoserve.loader import stored_tensors
 from nanoserve_extras.quantization.formats import assemble
 from nanoserve_extras.tools import convert
 from nanoserve_extras.tools.convert import main

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoserve import ops
-from nanoserve.device import build, trial
+from nanoserve import build, ops
+from nanoserve import self_test as trial
 from nanoserve_extras.quantization.quantized_linear import TorchWeight
 from nanoserve_extras.tools import doctor
 
@@ -27,7 +27,7 @@ def table(text: str) -> dict[str, tuple[str, str]]:
 
 
 def test_a_machine_that_is_right_has_status_0(small_times, checkpoints, capsys):
-    cpu = pytest.importorskip("nanoserve.device.cpu")
+    cpu = pytest.importorskip("nanoserve.cpu")
     assert doctor.main([str(checkpoints["mixtral"]), "--device", "cpu"]) == 0
     told = table(capsys.readouterr().out)
     assert "mixtral, float32, kernels='cpu'" in told

@@ -4,7 +4,7 @@ import gzip
 import json
 from base64 import b64decode
 
-from nanoserve.extra import Extra
+from nanoserve.hooks import Extra
 from nanoserve_extras.trace.reasons import Waits, explain
 from nanoserve_extras.trace.recorder import Trace
 

@@ -15,7 +15,7 @@ import re
 import browser as chromium
 import pytest
 
-from nanoserve.extra import Extra
+from nanoserve.hooks import Extra
 from nanoserve_extras.trace.recorder import page
 from nanoserve_extras.trace.trace import DEMO, Arrival, Simulation, parse
 

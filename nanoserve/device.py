@@ -93,10 +93,10 @@ def namespace(kernels: str) -> ModuleType:
     """`ops`, or the twin of it that `kernels` names. A twin is imported late, because it needs a
     compiler, or triton, which exists for Linux only. Raises `ImportError` where this is missing."""
     if kernels == "triton":
-        from nanoserve.device import kernels as triton_kernels
+        from nanoserve import triton_attention as triton_kernels
         return triton_kernels
     if kernels == "cpu":
-        from nanoserve.device import cpu
+        from nanoserve import cpu
         return cpu
     return ops
 

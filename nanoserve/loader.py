@@ -32,8 +32,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
-from nanoserve.checkpoint.model_config import ModelConfig, inside, read_json
-from nanoserve.checkpoint.wrappings import check_names, is_text
+from nanoserve.model_config import ModelConfig, inside, read_json
+from nanoserve.wrappings import check_names, is_text
 
 # How other files spell the names that layers know: applied in this order.
 DIALECTS = [(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", ""),

@@ -29,8 +29,8 @@ depend on whether it was read before the end. A token costs the same wherever in
 
 from collections.abc import Callable
 
-from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import RequestOutputKind, SamplingParams
+from nanoserve.tokenizers import Tokenizer
 
 PATIENCE = 24  # tokens that are kept back before the first of them are given up
 CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoserve.device.kernels_fused import FMA
 from nanoserve.ops import Floors
+from nanoserve.triton_fused import FMA
 
 SAMPLE_CHUNK, SAMPLE_BLOCK = 8192, 2048  # logits a program looks at, and how many at a time
 FILTER_BLOCK = 16384  # logits at a time, 32 a lane: a program alone must have many loads in flight

@@ -14,7 +14,7 @@ from pathlib import Path
 SECOND_COPIES = ["consolidated*", "original/*"]  # Mistral's and Meta's own files, the same weights
 HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # always fetched
 READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
-BUNDLED = Path(__file__).parent.parent / "assets"
+BUNDLED = Path(__file__).parent / "assets"
 HUB_CODE = ["*.py", "*.tiktoken"]  # for `trust_remote_code`: code, and its vocabularies
 
 

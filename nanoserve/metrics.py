@@ -1,6 +1,6 @@
 """What the engine did, in numbers: counters and histograms, and a snapshot in vLLM's names.
 
-A request's own times and counts are in its `RequestOutput.metrics` (frontend/outputs.py). They are
+A request's own times and counts are in its `RequestOutput.metrics` (request.py). They are
 set here, and counted over all requests:
 
     arrival ─► queued ─► scheduled ─► first token ─► ... ─► last token
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from nanoserve.extra import Extra
-from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.hooks import Extra
+from nanoserve.request import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 

@@ -16,19 +16,168 @@ with a second table of requests; but what has been told to a caller is a fact ab
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from math import isnan
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import xxhash
 
-from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import RequestOutputKind, SamplingParams
-from nanoserve.frontend.detokenizer import Detokenizer
-from nanoserve.frontend.logprobs import LogprobHistory
-from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
+from nanoserve.detokenizer import Detokenizer
 from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
+from nanoserve.tokenizers import Tokenizer
+
+# ---------------------------------------------------------------------- outputs
+# What the caller gets back: `RequestOutput`, its samples, their logprobs, and its times.
+#
+#     RequestOutput ─┬─ prompt, prompt_token_ids, prompt_logprobs, finished
+#                    ├─ outputs: a CompletionOutput for each of the n samples
+#                    │    └─ text, token_ids, logprobs: one {token id: Logprob} a token
+#                    └─ metrics: RequestStateStats, of all samples together
+#
+# The names and fields are vLLM's, so that a script which reads them needs no change. An output is a
+# record of one moment: it is handed over and never written to again, so a caller may keep it while
+# the request goes on. request.py makes them, and decides when.
+
+@dataclass
+class Logprob:
+    """One token's log-probability and its rank among all tokens (1: the likeliest)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One of a request's n samples."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
+    stop_reason: int | str | None = None  # the stop string or token; None for EOS
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestStateStats:
+    """When things happened to a request, and how much of it there was: `RequestOutput.metrics`.
+
+    The names are vLLM V1's, of its class of this name; the last four are ours. `arrival_time` is
+    a wall clock's (`time.time`), the `_ts` are `time.monotonic`'s: 0.0 means "not yet". With n > 1
+    a time is the first sample's to get there (`last_token_ts`: the last's); counts are of all.
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0  # the request was checked
+    queued_ts: float = 0.0  # the scheduler got it
+    scheduled_ts: float = 0.0  # a step had its first tokens
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0  # seconds from arrival to the first token: TTFT
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_samples: int = 1
+
+    def snapshot(self, sequences: list[Sequence]) -> "RequestStateStats":
+        """As of now: a copy, because an output that was handed over changes no more."""
+        return replace(
+            self, num_prompt_tokens=sequences[0].num_prompt_tokens,
+            num_generation_tokens=sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences),
+            num_cached_tokens=sequences[0].num_cached_tokens or 0,
+            num_preemptions=sum(s.num_preemptions for s in sequences), num_samples=len(sequences))
+
+
+@dataclass
+class RequestOutput:
+    """A request as its caller sees it, in the middle (streaming) or at the end."""
+
+    request_id: str
+    prompt: str | None  # None when the prompt came as token ids
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestStateStats | None = None
+    num_cached_tokens: int | None = None
+
+    @property
+    def aborted(self) -> bool:
+        return any(sample.finish_reason == "abort" for sample in self.outputs)
+
+
+# ---------------------------------------------------------------------- logprobs
+# The logprobs of one request's tokens, in the form in which its caller gets them.
+#
+# For each token a step gives its id, logprob and rank, and those of the likeliest tokens at that
+# position. Here these become vLLM's `dict[token_id, Logprob]`, one for each token, the token itself
+# first. A request that wants 2 gets 2, even if its batch has looked up more:
+#
+#     chosen 7    likeliest 3 7 9 (of which it wants 2)    ->    {7: rank 2, 3: rank 1}
+#     chosen 9    likeliest 3 7 9                          ->    {9: rank 3, 3: rank 1, 7: rank 2}
+#
+# In a prompt, position i gives the logprob of token i + 1; the first token has no logprob, hence
+# the `None` in front.
+#
+# Invariant: there is one dict for each token, even after an error. So a dict is stored first, and
+# the texts of its tokens are added afterwards, because a tokenizer may fail.
+
+Entry = tuple[int, float, int]  # token id, logprob, rank
+
+
+class LogprobHistory:
+    """All logprobs of one request. tokenizer: None leaves the tokens' texts out."""
+
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None):
+        self.params = params
+        self.tokenizer = tokenizer
+        self.samples: list[list[dict[int, Logprob]]] = [[] for _ in range(params.n)]
+        self.cumulative = [0.0] * params.n  # the sum over a sample's tokens
+        self.prompt: list[dict[int, Logprob] | None] = [None]
+        self.undecoded: list[dict[int, Logprob]] = []
+        self.texts: dict[int, str] = {}  # by token: the likely ones come again and again
+
+    def add(self, index: int, entries: list[Entry]) -> None:
+        """One more token of a sample. entries: the token, then the likeliest."""
+        self.samples[index].append(self._as_dict(entries, self.params.logprobs))
+        self.cumulative[index] += entries[0][1]
+
+    def add_prompt(self, positions: range, entries: list[list[Entry]]) -> None:
+        """Entries of the prompt positions of a step. After a preemption positions are computed
+        again: those already known are skipped. Raises `FloatingPointError` at one that is NaN."""
+        for position, one in zip(positions, entries, strict=True):
+            if isnan(one[0][1]):
+                raise FloatingPointError(f"the logits of prompt position {position}")
+            if position + 1 == len(self.prompt):
+                self.prompt.append(self._as_dict(one, self.params.prompt_logprobs))
+
+    def decode(self) -> None:
+        """Add to all new dicts the texts of their tokens, each token decoded alone."""
+        if self.tokenizer is None:
+            return
+        for logprobs in self.undecoded:
+            for token_id, logprob in logprobs.items():
+                if token_id not in self.texts:
+                    self.texts[token_id] = self.tokenizer.decode(
+                        [token_id], clean_up_tokenization_spaces=False)
+                logprob.decoded_token = self.texts[token_id]
+        self.undecoded.clear()
+
+    def _as_dict(self, entries: list[Entry], num_top: int) -> dict[int, Logprob]:
+        logprobs = {token_id: Logprob(value, rank)
+                    for token_id, value, rank in entries[:num_top + 1]}
+        if self.tokenizer is not None:
+            self.undecoded.append(logprobs)
+        return logprobs
+
 
 # What a request may ask for that an extra does, and the remedy where none does.
 HANDED_ON = {"lora_request": "make the engine with enable_lora=True",

@@ -4,7 +4,7 @@
     max_num_batched_tokens=None      2048           8192          tokens a step
     max_num_seqs=None                64             256           at the same time
     async_scheduling=None            False          True          on a CPU: True with stages
-    kernels="auto"                   "cpu"          "triton"      if there are any: device/choice.py
+    kernels="auto"                   "cpu"          "triton"      if there are any: device.py
     dtype, max_model_len             the checkpoint's own
 
 A GPU wants large steps to stay busy; a CPU is busy with few tokens, and small steps keep the time
@@ -14,15 +14,15 @@ Invariant: the config that was asked for stays as it is; the one that is returne
 choice but what is measured later (the KV cache's size) or is switched off by `None`. A choice that
 this model can't follow raises a `ValueError` that names the remedy.
 
-What the machine has is looked up in device/choice.py, and its memory in device/memory.py.
+What the machine has is looked up in device.py, and its memory in memory.py.
 """
 
 from dataclasses import replace
 
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.frontend.facts import Asked, Fact
-from nanoserve.frontend.rules import DTYPES
+from nanoserve.facts import Asked, Fact
+from nanoserve.model_config import ModelConfig
+from nanoserve.rules import DTYPES
 
 
 def own_parts(asked: EngineConfig, device: str) -> list[Asked]:

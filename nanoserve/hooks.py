@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterable
 from inspect import isfunction
 from typing import Any
 
-from nanoserve.frontend.facts import Fact
-from nanoserve.frontend.rules import Options, instance
+from nanoserve.facts import Fact
+from nanoserve.rules import Options, instance
 from nanoserve.sequence import Sequence, Step
 
 
@@ -38,7 +38,7 @@ class Extra:
     """What can be added. Types that torch or the engine would bring are named in the sentences.
 
     Options: the class of its options. name: as the user asked for it, for messages. needs, ends:
-    the facts that must be true with it, and those that are untrue with it (frontend/facts.py).
+    the facts that must be true with it, and those that are untrue with it (facts.py).
     takes: the fields of a request that it honours (`request.HANDED_ON`). most_drafts: how many
     tokens `draft` guesses for a row at most. All of them are known before `prepare`. engine: the
     `LLMEngine`, weakly, since it holds this object; from `attach` on.
@@ -52,7 +52,7 @@ class Extra:
     engine: Any
 
     def __init__(self, **options: Any):
-        """Its options are a record with rules, as the engine's own (frontend/rules.py)."""
+        """Its options are a record with rules, as the engine's own (rules.py)."""
         self.options = self.Options.of(**options)
 
     @property

@@ -38,8 +38,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from nanoserve.parallel.ranks import Ranks
-from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.parallel import Ranks
+from nanoserve.turns import ctrl_c_held
 
 START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters start, torch loads
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
@@ -53,7 +53,7 @@ GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
 
 # A child ignores Ctrl-C, which is rank 0's business, before it does anything that takes time.
 CHILD = ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-         "from nanoserve.parallel.processes import run_child; run_child()")
+         "from nanoserve.processes import run_child; run_child()")
 
 
 # ----------------------------------------------------------------- starting

@@ -31,8 +31,10 @@ import triton
 import triton.language as tl
 
 from nanoserve.batch import Batch
-from nanoserve.device.kernels_delta import delta_rule
-from nanoserve.device.kernels_fused import (
+from nanoserve.ops import argmax, look_up, new_cache, pack
+from nanoserve.ops import linear as plain_linear
+from nanoserve.triton_delta import delta_rule
+from nanoserve.triton_fused import (
     FMA,
     act_and_mul,
     add_rms_norm,
@@ -43,9 +45,7 @@ from nanoserve.device.kernels_fused import (
     rms_norm,
     table_line,
 )
-from nanoserve.device.kernels_sampling import draw, floors
-from nanoserve.ops import argmax, look_up, new_cache, pack
-from nanoserve.ops import linear as plain_linear
+from nanoserve.triton_sampling import draw, floors
 
 # The namespace. Matrix products are cuBLAS's, which `ops` calls through torch; the cache is `ops`'s
 # own (in 8 bits in another order); all but attention comes from the other files of kernels.

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoserve.device.kernels_fused import FMA
+from nanoserve.triton_fused import FMA
 
 STATE_COLUMNS = 16  # with 128 keys 64 numbers a lane of the only warp: sums meet there
 

@@ -1,6 +1,6 @@
 """The CPU's namespace: `ops`, compiled. What each function means is written there.
 
-device/cpu.cpp computes, and says what its functions take. library.py checks the arguments, makes
+cpu.cpp computes, and says what its functions take. library.py checks the arguments, makes
 room for the results, and calls. This file adds what the library can't know: packed weights, the
 cache, and sizes that no argument has by itself.
 
@@ -19,9 +19,8 @@ import torch
 
 from nanoserve import ops
 from nanoserve.batch import Batch
-from nanoserve.device.build import load
-from nanoserve.device.library import functions_of, in_float32
-from nanoserve.device.memory import zeros
+from nanoserve.build import functions_of, in_float32, load
+from nanoserve.memory import zeros
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
            "look_up", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",

@@ -31,10 +31,10 @@ import torch
 
 from nanoserve import ops
 from nanoserve.batch import Batch, BatchBuilder
+from nanoserve.build import cache_folder, digest
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.device.build import cache_folder, digest
-from nanoserve.device.graphs import CudaGraph
-from nanoserve.device.memory import current, memory_for
+from nanoserve.graphs import CudaGraph
+from nanoserve.memory import current, memory_for
 from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 
 # Of the norm of what is right: a rounding at the end, and one of each number on the way.

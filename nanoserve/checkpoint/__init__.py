@@ -1,1 +1,0 @@
-"""What other people's files say: config.json and its dialects, weights, tokenizers, hub ids."""

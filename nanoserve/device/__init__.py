@@ -1,1 +1,0 @@
-"""The same operators, fast; and what there is of a device: memory, graphs, its choice."""

@@ -1,1 +1,0 @@
-"""A request's way in and out: prompts, requests, text, logprobs, metrics."""

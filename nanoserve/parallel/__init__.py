@@ -1,1 +1,0 @@
-"""Several ranks: their shares, their collectives, and the processes they run in."""
