@@ -13,48 +13,65 @@ import pytest
 from clean_process import EXTRA_FILES, EXTRAS, FILES, PACKAGE, ROOT, modules, room_of, run
 
 pytestmark = pytest.mark.floor
-# The core: a file imports only files before it. And the order in which README says to read it.
-BOTTOM_UP = ("config", "sequence", "extra", "block_manager", "scheduler", "batch", "ops", "layers",
-             "model", "controls", "sampler", "model_runner", "engine", "llm")
+# The order in which README says to read the core.
 READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "ops", "layers",
-                 "model", "sampler", "config", "controls", "model_runner", "extra", "llm")
-CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope", "checkpoint/wrappings"]
-# Bottom up: a file may import what its row allows; a pattern stands for several files.
+                 "model", "sampler", "config", "controls", "model_runner", "hooks", "llm")
+# Bottom up: a file may import what its row allows, and a row allows only files before it.
 MAY_IMPORT = {
-    "frontend/rules": [],
-    "frontend/vllm": [],
-    "checkpoint/hub": [],
-    "checkpoint/rope": [],
-    "checkpoint/wrappings": [],
-    "checkpoint/model_config": ["checkpoint/rope", "checkpoint/wrappings"],
-    "checkpoint/tokenizers": [],
-    "parallel/*": ["parallel/*"],
-    "frontend/facts": [],
-    "config": [*CONFIG_FILES, "frontend/rules", "frontend/vllm"],
+    "rules": [],
+    "vllm": [],
+    "facts": [],
+    "command": [],
+    "turns": [],
+    "hub": [],
+    "tokenizers": [],
+    "wrappings": [],
+    "model_config": ["wrappings"],
+    "config": ["rules", "vllm"],
+    "defaults": ["config", "facts", "model_config", "rules"],
     "sequence": ["config"],
-    "extra": ["sequence", "frontend/facts", "frontend/rules"],
-    "block_manager": ["sequence", "extra"],
-    "scheduler": ["config", "sequence", "extra", "block_manager"],
+    "hooks": ["sequence", "facts", "rules"],
+    "block_manager": ["sequence", "hooks"],
+    "scheduler": ["config", "sequence", "hooks", "block_manager"],
+    "detokenizer": ["config", "tokenizers"],
+    "request": ["config", "sequence", "detokenizer", "tokenizers"],
+    "messages": ["rules"],
+    "plain_texts": ["tokenizers"],
+    "inputs": ["config", "messages", "model_config", "plain_texts", "request", "rules",
+               "tokenizers", "vllm"],
+    "progress": ["request"],
+    "metrics": ["hooks", "request", "scheduler", "sequence"],
     "batch": ["sequence"],
     "ops": ["batch", "sequence"],
-    "device/*": ["batch", "ops", "config", "sequence", "device/*"],
-    "layers": ["ops", "parallel/*", *CONFIG_FILES],
-    "model": ["layers", "batch", "sequence", *CONFIG_FILES],
-    "controls": ["sequence", "batch", "config", "ops"],
-    "sampler": ["sequence", "batch", "config", "ops", "controls"],
-    "checkpoint/loader": CONFIG_FILES,
-    "model_runner": ["checkpoint/*", "parallel/*", "device/*", "config", "sequence", "batch", "ops",
-                     "layers", "model", "controls", "sampler"],
-    "frontend/*": ["config", "sequence", "extra", "scheduler", "checkpoint/*", "frontend/*"],
-    "engine": ["scheduler", "model_runner", "frontend/facts", "frontend/metrics",
-               "frontend/outputs", "frontend/progress", "frontend/prompts", "frontend/request",
-               "frontend/rules", "checkpoint/model_config", "checkpoint/tokenizers",
-               "config", "sequence", "extra", "parallel/turns"],
-    "llm": ["engine", "model_runner", "scheduler", "frontend/*", "checkpoint/*", "parallel/*",
-            "device/*", "config", "sequence", "extra"],
+    "build": [],
+    "memory": ["config", "sequence"],
+    "cpu": ["batch", "ops", "build", "memory"],
+    "triton_fused": [],
+    "triton_delta": ["triton_fused"],
+    "triton_sampling": ["ops", "triton_fused"],
+    "triton_attention": ["batch", "ops", "triton_delta", "triton_fused", "triton_sampling"],
+    "graphs": ["batch", "config", "sequence"],
+    "self_test": ["batch", "build", "config", "graphs", "memory", "ops", "sequence"],
+    "device": ["config", "cpu", "ops", "triton_attention"],
+    "parallel": [],
+    "processes": ["parallel", "turns"],
+    "loader": ["model_config", "wrappings"],
+    "layers": ["ops", "parallel", "model_config"],
+    "model": ["batch", "layers", "model_config", "sequence"],
+    "controls": ["sequence"],
+    "sampler": ["sequence", "batch", "controls"],
+    "model_runner": ["batch", "config", "controls", "device", "graphs", "layers", "loader",
+                     "memory", "model", "model_config", "parallel", "sampler", "self_test",
+                     "sequence"],
+    "engine": ["config", "facts", "hooks", "inputs", "metrics", "model_config", "model_runner",
+               "progress", "request", "rules", "scheduler", "sequence", "tokenizers", "turns"],
+    "llm": ["config", "defaults", "device", "engine", "facts", "hooks", "hub", "inputs", "memory",
+            "model_config", "model_runner", "parallel", "processes", "progress", "request", "rules",
+            "self_test", "tokenizers", "vllm"],
 }
+BOTTOM_UP = [*MAY_IMPORT]
 # Late, inside a function, because only who asks for it needs it.
-LATE = {"device/choice": ["device/kernels", "device/cpu"]}
+LATE = {"device": ["triton_attention", "cpu"]}
 # Bottom up: an idea may import the engine, and of other ideas those in its row.
 IDEAS = {
     "structured": [], "lora": [], "pooling": [], "quantization": [], "block_store": [],
@@ -72,17 +89,14 @@ IDEAS = {
 }
 
 # Can be read, run and tested without torch, in seconds.
-PURE = ["checkpoint/hub", "checkpoint/rope", "checkpoint/wrappings",
-        "checkpoint/model_config", "config", "sequence", "extra", "block_manager", "scheduler",
-        "frontend/command", "frontend/defaults", "frontend/facts",
-        "frontend/metrics", "frontend/progress", "frontend/prompts", "frontend/rules",
-        "frontend/summary", "frontend/vllm", "parallel/turns"]
+PURE = ["hub", "wrappings", "model_config", "config", "sequence", "hooks", "block_manager",
+        "scheduler", "command", "defaults", "facts", "metrics", "progress", "inputs", "rules",
+        "vllm", "turns"]
 # A package that only these files may import.
-HOMES = {"safetensors": ["checkpoint/loader", "checkpoint/wrappings"],
-         "triton": ["device/kernels", "device/kernels_delta", "device/kernels_fused",
-                    "device/kernels_sampling"],
-         "transformers": ["checkpoint/model_config", "checkpoint/rope", "checkpoint/tokenizers"],
-         "huggingface_hub": ["checkpoint/hub"]}
+HOMES = {"safetensors": ["loader", "wrappings"],
+         "triton": ["triton_attention", "triton_delta", "triton_fused", "triton_sampling"],
+         "transformers": ["model_config", "tokenizers"],
+         "huggingface_hub": ["hub"]}
 
 
 def read(name: str, package: Path = PACKAGE) -> str:
@@ -97,7 +111,7 @@ def imports_of(tree: ast.AST, package: Path = PACKAGE) -> set[str]:
     """
     dotted = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
               for alias in node.names]
-    # What is behind `import` may be a file, too: `from nanoserve.device import kernels`.
+    # What is behind `import` may be a file, too: `from nanoserve import ops`.
     dotted += [f"{node.module}.{alias.name}" for node in ast.walk(tree)
                if isinstance(node, ast.ImportFrom) for alias in node.names]
     return {file_of(parts, package) for root, *parts in (name.split(".") for name in dotted)
@@ -114,11 +128,6 @@ def file_of(parts: list[str], package: Path) -> str:
 def imports(package: Path = PACKAGE) -> dict[str, set[str]]:
     return {name: imports_of(ast.parse(read(name, package)), package)
             for name in (FILES if package is PACKAGE else EXTRA_FILES)}
-
-
-def allowed(name: str, table: dict[str, list[str]]) -> list[str]:
-    """All that the rows of `table` allow a file."""
-    return [other for row, others in table.items() if fnmatch(name, row) for other in others]
 
 
 def is_in(name: str, patterns: list[str]) -> bool:
@@ -146,11 +155,10 @@ def outside_imports(tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize("name", FILES)
 def test_imports_follow_the_table(name):
     at_top = top_level_imports(name)
-    may = allowed(name, MAY_IMPORT)
-    assert any(fnmatch(name, row) for row in MAY_IMPORT), "has no row"
+    may = MAY_IMPORT[name]
     for other in imports()[name]:
-        late = is_in(other, allowed(name, LATE))
-        assert other and (is_in(other, may) or late), f"{name} imports {other or 'nanoserve'}"
+        late = other in LATE.get(name, [])
+        assert other and (other in may), f"{name} imports {other or 'nanoserve'}"
         assert (other in at_top) != late, f"{name} imports {other} in the wrong place"
     for package in outside_imports(ast.parse(read(name))):
         assert is_in(name, HOMES.get(package, ["*"])), f"{name} imports {package}"
@@ -196,10 +204,12 @@ def test_no_idea_imports_another_but_by_its_row():
     free_of_circles({idea: set(others) for idea, others in IDEAS.items()})
 
 
-def test_the_core_stands_from_the_bottom_up():
-    assert sorted(BOTTOM_UP) == [name for name in FILES if not room_of(name)]
+def test_the_engine_is_flat_and_stands_from_the_bottom_up():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == {"assets"}
+    assert sorted(BOTTOM_UP) == FILES
     for i, name in enumerate(BOTTOM_UP):
-        assert not imports()[name] & set(BOTTOM_UP[i:]), name
+        assert not set(MAY_IMPORT[name]) & set(BOTTOM_UP[i:]), name
 
 
 def files_listed_on(page: str, folder: str) -> list[str]:
@@ -213,11 +223,10 @@ def by_room(names: list[str]) -> list[str]:
 
 
 def test_the_maps_name_every_file_in_order():
-    """README the core, as one reads it; docs/map.md the core from the bottom up, then what stands
-    beside it, last the extras."""
+    """README the core, as one reads it; docs/map.md the engine from the bottom up, then the
+    extras."""
     assert files_listed_on("README.md", "nanoserve") == [*READING_ORDER]
-    behind = by_room([name for name in FILES if room_of(name)])
-    assert files_listed_on("docs/map.md", "../nanoserve") == [*BOTTOM_UP, *behind]
+    assert files_listed_on("docs/map.md", "../nanoserve") == BOTTOM_UP
     assert files_listed_on("docs/map.md", "../nanoserve_extras") == by_room(EXTRA_FILES)
 
 
