@@ -27,7 +27,7 @@ from collections import Counter, deque
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.hooks import Hooks
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import CacheEntry, Sequence, Step
 
 RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
 
@@ -115,22 +115,23 @@ class Scheduler:
         """
         block_size, in_stages = self.blocks.block_size, self.config.steps_at_once > 1
         prompts: list[Sequence] = []
-        # `_interrupt` may have stopped the last one.
-        rows = self.running[:-1] if step.stopped else self.running
-        for seq in rows:  # `_make_room` may take victims off its end
-            done = seq.num_computed_tokens + seq.num_inflight_tokens
-            num_new = len(seq.token_ids) + seq.num_unknown_tokens - done  # the gap
+        rows = self.running  # `_make_room` may take victims off its end
+        if step.stopped is not None:
+            rows = self.running[:-1]  # the last must make way: `_interrupt` waits for it
+        for seq in rows:
+            start = seq.num_computed_tokens + seq.num_inflight_tokens
+            gap = len(seq.token_ids) + seq.num_unknown_tokens - start
             if seq.num_unknown_tokens and (
                     in_stages or seq.request.needs_output_tokens
                     or seq.num_tokens >= seq.request.max_num_tokens):
-                num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
-            end = done + (num_new if num_new <= 1 else min(num_new, step.budget))
+                gap = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
+            end = start + (gap if gap <= 1 else min(gap, step.budget))
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
-            if num_new > 1:
+            if gap > 1:
                 prompts.append(seq)
-            elif num_new > 0:  # with k drafts in flight the gap is 1 - k, until they are checked
-                self._add_row(step, seq, done, num_new)
+            elif gap == 1:  # with k drafts in flight the gap is 1 - k, until they are checked
+                self._add_row(step, seq, start, 1)
         return prompts
 
     def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
@@ -164,17 +165,23 @@ class Scheduler:
         """What decodes have left goes to the running `prompts` and to waiting ones, in order: a
         prompt of 3,000 tokens that runs already does not hold up an urgent one that waits."""
         while step.budget > 0:
-            place = len(step.sitting_out)  # in `waiting`; each one before it keeps a free row
-            is_next = step.stopped is None and place < min(len(self.waiting), len(self.free_rows))
-            if is_next and not (
-                    prompts and self.order(prompts[0]) < self.order(self.waiting[place])):
-                self._admit(step, self.waiting[place])
+            new = self._next_waiting(step)
+            if new and not (prompts and self.order(prompts[0]) < self.order(new)):
+                self._admit(step, new)
             elif prompts and self._add_chunk(step, prompts[0]):
                 del prompts[0]
             else:
                 break
         if prompts:
             step.stopped = prompts[0], "budget", 0
+
+    def _next_waiting(self, step: Step) -> Sequence | None:
+        """The first waiting sequence that does not sit out; None if admission has stopped or no row
+        is left. Each one that sits out keeps a free row."""
+        place = len(step.sitting_out)
+        if step.stopped is not None or place >= min(len(self.waiting), len(self.free_rows)):
+            return None
+        return self.waiting[place]
 
     def _add_chunk(self, step: Step, seq: Sequence) -> bool:
         """A running prompt's next chunk. False if all that is left of it must be computed at once,
@@ -183,11 +190,15 @@ class Scheduler:
         num_new = min(len(seq.token_ids) - start, step.budget)
         if start + num_new < len(seq.token_ids) and not self.config.enable_chunked_prefill:
             return False
-        for cut in self.hooks.cut:
-            num_new = cut(step, seq, start, num_new)
-        if num_new:
+        if num_new := self._cut(step, seq, start, num_new):
             self._add_row(step, seq, start, num_new)
         return True
+
+    def _cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
+        """How many of a chunk's tokens the extras leave it, 0 for no chunk."""
+        for cut in self.hooks.cut:
+            num_new = cut(step, seq, start, num_new)
+        return num_new
 
     def _admit(self, step: Step, seq: Sequence) -> None:
         """Let a waiting sequence run, or note what it lacks: then none after it starts.
@@ -202,35 +213,46 @@ class Scheduler:
         if owner := self._pending(seq, len(hits)):
             step.sitting_out[seq] = owner
             return
-        num_found = sum(find(step, seq, len(hits)) for find in self.hooks.find)
+        num_loaded = self.blocks.block_size * sum(
+            find(step, seq, len(hits)) for find in self.hooks.find)
         # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
-        num_cached = (len(hits) + num_found) * self.blocks.block_size
-        num_left = len(seq.token_ids) - num_cached
-        num_new = min(num_left, step.budget)
-        if num_new < num_left and (step.sitting_out or not self.config.enable_chunked_prefill):
-            step.stopped = seq, "tokens", num_left
+        start = len(hits) * self.blocks.block_size + num_loaded
+        num_left = len(seq.token_ids) - start
+        step.stopped = self._what_it_lacks(step, seq, hits, num_left)
+        if step.stopped is not None:
             return
+        num_new = self._cut(step, seq, start, min(num_left, step.budget))
+        if not num_new:
+            step.stopped = seq, "cut", self.blocks.num_needed(hits, len(seq.token_ids))
+            return
+        if seq.num_cached_tokens is None:  # a hit after a preemption saves nothing
+            seq.num_cached_tokens = start
+        self._start(step, seq, hits)
+        self._add_row(step, seq, start, num_new, num_loaded)
+        self.blocks.allocate(seq, start + num_new)
+
+    def _what_it_lacks(self, step: Step, seq: Sequence, hits: list[CacheEntry],
+                       num_left: int) -> tuple[Sequence, str, int] | None:
+        """Why a waiting sequence with `num_left` tokens to compute can't start, as `Step.stopped`
+        says it; None if it can."""
+        must_be_whole = step.sitting_out or not self.config.enable_chunked_prefill
+        if num_left > step.budget and must_be_whole:
+            return seq, "tokens", num_left
         # There must be room for all its tokens, not only for this chunk: otherwise prompts that
         # start together would preempt each other, which wastes more than some idle blocks.
         num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
         if num_needed > self.blocks.num_free_blocks:
-            step.stopped = seq, "blocks", num_needed
-            return
-        for cut in self.hooks.cut:
-            num_new = cut(step, seq, num_cached, num_new)
-        if not num_new:
-            step.stopped = seq, "cut", num_needed
-            return
+            return seq, "blocks", num_needed
+        return None
+
+    def _start(self, step: Step, seq: Sequence, hits: list[CacheEntry]) -> None:
+        """A waiting sequence gets a row, and the blocks of its prefix hit."""
         del self.waiting[len(step.sitting_out)]
         insort(self.running, seq, key=self.order)
         step.admitted.append(seq)
         seq.row = self.free_rows.pop()
         seq.num_computed_tokens = len(hits) * self.blocks.block_size
-        if seq.num_cached_tokens is None:  # a hit after a preemption saves nothing
-            seq.num_cached_tokens = num_cached
         self.blocks.share(seq, hits)
-        self._add_row(step, seq, num_cached, num_new, num_found * self.blocks.block_size)
-        self.blocks.allocate(seq, num_cached + num_new)
 
     def _pending(self, seq: Sequence, num_hits: int) -> Sequence | None:
         """For whom a step in flight, or this one, computes the next block of `seq`. It is `seq`
@@ -324,36 +346,50 @@ class Scheduler:
         assert len(sampled) == len(step.samples()), (
             f"step {step.index} samples {len(step.samples())} tokens, got {len(sampled)}")
         self.in_flight.popleft()
-        grown = step.grown
+        self._take_samples(step, sampled)
+        full = self._count_computed(step)
+        try:
+            for seq in full:
+                self.blocks.commit(seq)
+                self.blocks.release(seq)
+        finally:  # runs even if a hook raised: a sequence must not continue past its stop token
+            for seq in step.grown:
+                request, newest = seq.request, seq.token_ids[-1]
+                if newest in request.stop_ids or len(seq.token_ids) >= request.max_num_tokens:
+                    self._end(seq, newest)
+        return step.grown
+
+    def _take_samples(self, step: Step, sampled: list[int | None]) -> None:
+        """Append the new tokens, unless their sequence has ended meanwhile."""
         for seq, tokens in step.outcome(sampled).items():
             seq.num_unknown_tokens -= 1
             if step.drafts:  # 3 of 5 drafts are right: 6 computed, 4 count
                 seq.num_computed_tokens -= len(step.drafts.get(seq, ())) + 1 - len(tokens)
             if seq.finish_reason is None:
                 seq.token_ids += tokens
-                grown[seq] = tokens
+                step.grown[seq] = tokens
+
+    def _count_computed(self, step: Step) -> list[Sequence]:
+        """Tokens in flight become computed ones. Returns who may have filled a block by that."""
         block_size, full = self.blocks.block_size, []
         for seq, num_new in step.num_new_tokens.items():
             num_done = num_new + step.num_loaded.get(seq, 0)
             seq.num_inflight_tokens -= num_done
             seq.num_computed_tokens += num_done
-            if seq.finish_reason is None and (
-                    num_done > 1 or seq.num_computed_tokens % block_size == 0):
-                full.append(seq)  # one token fills a block only where it ends at a multiple
-        try:
-            for seq in full:
-                self.blocks.commit(seq)
-                self.blocks.release(seq)
-        finally:  # also where `commit` has told an extra, which failed: no text passes its end
-            for seq in grown:
-                request, token_id = seq.request, seq.token_ids[-1]
-                if token_id in request.stop_ids:
-                    gave_up = any(ask(seq) for ask in self.hooks.gave_up)
-                    named = None if gave_up or token_id in request.eos_ids else token_id
-                    self.finish(seq, "length" if gave_up else "stop", named)
-                elif len(seq.token_ids) >= request.max_num_tokens:
-                    self.finish(seq, "length")
-        return grown
+            # One token fills a block only where it ends at a multiple of the block's size.
+            may_fill = num_done > 1 or seq.num_computed_tokens % block_size == 0
+            if may_fill and seq.finish_reason is None:
+                full.append(seq)
+        return full
+
+    def _end(self, seq: Sequence, newest: int) -> None:
+        """End a sequence after its newest token: a stop token, or the last that fits."""
+        if newest not in seq.request.stop_ids:
+            self.finish(seq, "length")
+        elif any(ask(seq) for ask in self.hooks.gave_up):
+            self.finish(seq, "length")
+        else:
+            self.finish(seq, "stop", None if newest in seq.request.eos_ids else newest)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None,
                num_tokens: int | None = None) -> None:

@@ -37,6 +37,7 @@ blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a m
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice, zip_longest
 from typing import Any
 
 from nanoserve.config import SamplingParams
@@ -200,11 +201,11 @@ class Step:
             return {seq: [] if token_id is None else [token_id]
                     for seq, token_id in zip(self.sampling, sampled, strict=True)}
         result: dict[Sequence, list[int]] = {}
-        for seq, token_id in zip(self.samples(), sampled, strict=True):
-            tokens, drafts = result.setdefault(seq, []), self.drafts.get(seq, [])
-            if token_id is not None and tokens == drafts[:len(tokens)] and (
-                    seq.request.stop_ids.isdisjoint(tokens)):
-                tokens.append(token_id)
+        samples = iter(sampled)
+        for seq in self.sampling:
+            drafts = self.drafts.get(seq, [])
+            result[seq] = accepted(list(islice(samples, 1 + len(drafts))), drafts,
+                                   seq.request.stop_ids)
         return result
 
     def without_token(self, sampled: list[int | None]) -> list[Sequence]:
@@ -230,6 +231,18 @@ class Step:
         if self.preempted:
             parts.append("preempted " + " ".join(seq.name for seq in self.preempted))
         return " | ".join(parts)
+
+
+def accepted(sampled: list[int | None], drafts: list[int], stop_ids: frozenset[int]) -> list[int]:
+    """The samples up to the first one that its draft did not predict, or that ends the sequence."""
+    tokens: list[int] = []
+    for token_id, draft in zip_longest(sampled, drafts):
+        if token_id is None:  # a pooled prompt
+            break
+        tokens.append(token_id)
+        if token_id != draft or token_id in stop_ids:
+            break
+    return tokens
 
 
 def visible(query: Any, key: Any, window: int | None, last: Any) -> Any:
