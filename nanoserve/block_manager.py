@@ -153,28 +153,33 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        size = self.block_size
-        keys = self.keys(seq)
-        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // size
+        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
         for i in range(seq.num_committed_blocks, num_full):
             seq.num_committed_blocks = i + 1
-            parent = seq.cache_entry if i > 0 else seq.request.root
-            if i > 0 and parent is None:
-                continue  # an earlier block of ours is not in the cache: no look-up gets past it
-            block_id, tokens = seq.block_table[i], seq.token_ids[i * size:(i + 1) * size]
-            content = seq.request.contents.get(i, b"")
-            entry = self.cached.get(keys[i])
-            if entry is None or (entry.parent is not parent and entry.tokens == tokens):
-                # Nothing there, or a leftover whose parent was evicted and computed anew.
-                if entry is not None:
-                    self._forget(entry.block_id)
-                entry = CacheEntry(keys[i], block_id, tokens, parent, content)
-                self.cached[entry.key] = self.entry_of[block_id] = entry
-                for tell in self.hooks.committed:
-                    tell(entry)
-            elif entry.tokens != tokens or entry.content != content:
-                entry = None  # a collision: the first one stays
-            seq.cache_entry = entry
+            if i > 0 and seq.cache_entry is None:
+                continue  # its parent is not in the cache, so no look-up would reach this block
+            seq.cache_entry = self._enter(seq, i)
+
+    def _enter(self, seq: Sequence, i: int) -> CacheEntry | None:
+        """The entry that a look-up of `seq`'s block i finds from now on: one with the same content
+        that is there, or a new one. None after a collision: the first content stays."""
+        key, block_id = self.keys(seq)[i], seq.block_table[i]
+        tokens = seq.token_ids[i * self.block_size:(i + 1) * self.block_size]
+        content = seq.request.contents.get(i, b"")
+        parent = seq.cache_entry if i > 0 else seq.request.root
+        there = self.cached.get(key)
+        if there is not None and there.parent is parent:
+            is_same = there.tokens == tokens and there.content == content
+            return there if is_same else None
+        if there is not None and there.tokens != tokens:
+            return None
+        if there is not None:  # a leftover: its parent was evicted, and computed anew
+            self._forget(there.block_id)
+        entry = CacheEntry(key, block_id, tokens, parent, content)
+        self.cached[key] = self.entry_of[block_id] = entry
+        for tell in self.hooks.committed:
+            tell(entry)
+        return entry
 
     def release(self, seq: Sequence) -> None:
         """Give back the blocks that lie wholly before the first key that the next query sees.
