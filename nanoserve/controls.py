@@ -26,7 +26,7 @@ counts on the device (each 156 MB for 256 rows of 151,936 tokens). Not known her
 
 from array import array
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -108,6 +108,8 @@ class RowState:
         self.penalties = (
             params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.has_penalties = self.penalties != (1, 0, 0)
+        self.always_edits = bool(self.has_penalties or bias or len(self.open_ids)
+                                 or params.logits_processors)
         # Only the repetition penalty covers the prompt. Counts are of the output: 0 for now.
         self.ids = array("q", set(seq.token_ids[:seq.num_prompt_tokens])
                          if params.repetition_penalty != 1 else ())
@@ -161,64 +163,86 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
                  put: Callable) -> Edits | None:
     """The edits of all rows with controls. rows: each with its sequence, and with the drafts before
     it, which count as output for this row. put: makes a tensor on the device."""
-    edited, open_ids, biased, banned, masks, seen = [], {}, {}, {}, {}, {}
-    states: list[RowState] = []
-    processors: list[tuple[int, Sequence, list[int]]] = []
-    for i, seq, drafts in rows:
+    gathered = Gathered()
+    for row, seq, drafts in rows:
         assert not seq.request.needs_output_tokens or seq.num_unknown_tokens == 1, (
             f"sequence {seq.name} samples a token before the host has seen the one before it")
         state = seq.sampler_state = seq.sampler_state or RowState(seq)
-        bans, r, constraint = banned_ids(seq, drafts), len(edited), constraints.get(seq)
-        functions = seq.request.params.logits_processors
-        if not (bans or len(state.open_ids) or len(state.biases) or state.has_penalties
-                or functions or constraint is not None):
-            continue  # logprobs only, or min_tokens that have been reached
+        banned, constraint = banned_ids(seq, drafts), constraints.get(seq)
+        # Otherwise it wants logprobs only, or min_tokens that have been reached.
+        if state.always_edits or banned or constraint is not None:
+            gathered.add(row, seq, drafts, banned, constraint)
+    return gathered.edits(put) if gathered.rows else None
+
+
+class Gathered:
+    """What becomes the `Edits` of a step, row by row. r counts the rows that are edited."""
+
+    def __init__(self):
+        self.rows: list[int] = []
+        self.processors: list[tuple[int, Sequence, list[int]]] = []
+        self.open, self.biased, self.banned, self.seen = (RowTokens() for _ in range(4))
+        self.biases: list[np.ndarray] = []  # of each row in `biased`
+        self.counts: list[array] = []  # of each row in `seen`
+        self.penalties: list[tuple[float, float, float]] = []  # of each row
+        self.masks: dict[int, np.ndarray] = {}
+
+    def add(self, row: int, seq: Sequence, drafts: list[int], banned: list[int],
+            constraint: object) -> None:
+        """One more row."""
+        r, state = len(self.rows), seq.sampler_state
         if state.has_penalties:
             seq.sampler_state = None  # after Ctrl-C during the count, the next step makes a new one
             state.read(seq.token_ids[state.num_read:])
             seq.sampler_state = state
             state = state.with_drafts(drafts)
-        edited.append(i)
-        states.append(state)
-        if functions:
-            processors.append((r, seq, [*seq.output_token_ids, *drafts]))
-        if len(state.biases):
-            biased[r] = state.biased_ids
-        if state.has_penalties:
-            seen[r] = state.ids
-        if constraint is not None:
-            mask = constraint.mask(seq, drafts, state.open_ids, bans)
-            if mask is not None:
-                masks[r] = mask
-                continue
-        if len(state.open_ids):
-            open_ids[r] = state.open_ids
-        if bans:
-            banned[r] = bans
-    if not edited:
-        return None
+            self.seen.add(r, state.ids)
+            self.counts.append(state.counts)
+        self.rows.append(row)
+        self.penalties.append(state.penalties)
+        if seq.request.params.logits_processors:
+            self.processors.append((r, seq, [*seq.output_token_ids, *drafts]))
+        self.biased.add(r, state.biased_ids)
+        self.biases.append(state.biases)
+        mask = None if constraint is None else constraint.mask(seq, drafts, state.open_ids, banned)
+        if mask is not None:  # the other two are in it
+            self.masks[r] = mask
+        else:
+            self.open.add(r, state.open_ids)
+            self.banned.add(r, banned)
 
-    edits = Edits(put(edited, torch.int64), processors)
-    if open_ids:
-        edits.closed, edits.open = put(list(open_ids), torch.int64), _pairs(open_ids, put)
-    if biased:
-        edits.biased = _pairs(biased, put)
-        edits.biases = put(np.concatenate([states[r].biases for r in biased]))
-    if banned:
-        edits.banned = _pairs(banned, put)
-    if masks:
-        no_mask = np.full_like(next(iter(masks.values())), 255)
-        edits.masks = put(np.stack([masks.get(r, no_mask) for r in range(len(edited))]),
-                          torch.uint8)
-    if seen:
-        edits.seen = _pairs(seen, put)
-        edits.counts = put(np.concatenate([states[r].counts for r in seen]))
-        edits.penalties = put([state.penalties for state in states])
-    return edits
+    def edits(self, put: Callable) -> Edits:
+        """As tensors on the device."""
+        edits = Edits(put(self.rows, torch.int64), self.processors)
+        if self.open.rows:
+            edits.closed, edits.open = put(self.open.rows, torch.int64), self.open.pairs(put)
+        if self.biased.rows:
+            edits.biased, edits.biases = self.biased.pairs(put), put(np.concatenate(self.biases))
+        if self.banned.rows:
+            edits.banned = self.banned.pairs(put)
+        if self.masks:
+            no_mask = np.full_like(next(iter(self.masks.values())), 255)
+            masks = [self.masks.get(r, no_mask) for r in range(len(self.rows))]
+            edits.masks = put(np.stack(masks), torch.uint8)
+        if self.seen.rows:
+            edits.seen, edits.counts = self.seen.pairs(put), put(np.concatenate(self.counts))
+            edits.penalties = put(self.penalties)
+        return edits
 
 
-def _pairs(tokens: dict[int, list], put: Callable) -> torch.Tensor:
-    """{row: its tokens} -> (2, n): every token beside its row."""
-    rows = np.repeat(list(tokens), [len(ids) for ids in tokens.values()])
-    ids = [np.asarray(ids, dtype=np.int64) for ids in tokens.values()]
-    return put(np.stack([rows, np.concatenate(ids)]), torch.int64)
+class RowTokens:
+    """Tokens of some rows; a row without any is not among them."""
+
+    def __init__(self):
+        self.rows: list[int] = []
+        self.ids: list[np.ndarray] = []
+
+    def add(self, row: int, ids: Sized) -> None:
+        if len(ids):
+            self.rows.append(row)
+            self.ids.append(np.asarray(ids, dtype=np.int64))
+
+    def pairs(self, put: Callable) -> torch.Tensor:
+        """(2, n): every token beside its row."""
+        rows = np.repeat(self.rows, [len(ids) for ids in self.ids])
+        return put(np.stack([rows, np.concatenate(self.ids)]), torch.int64)
