@@ -27,7 +27,7 @@ Not known here: the model, how a token is chosen, who is scheduled.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,27 +94,23 @@ class Batch:
     is_padded: bool = False  # a graph's rows have any number of tokens: padding may follow
 
     @classmethod
-    def views(cls, host: np.ndarray, device: torch.Tensor, sections: Iterable[str]) -> "Batch":
+    def views(cls, host: np.ndarray, device: torch.Tensor,
+              sections: dict[str, Section]) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
-        names = list(sections)
-        end, *lengths, network, has_controls, is_greedy = host[:len(names) + 4].tolist()
-        graph = tuple(host[len(names) + 4:][:GRAPH].tolist())
-        views = dict(zip(names, device[HEADER:end].split(lengths), strict=True))
-        places = pairwise(accumulate(lengths, initial=HEADER))
-        host_views = {name: host[i:j] for name, (i, j) in zip(names, places, strict=True)}
-        extra = {name: views.pop(name) for name in names if name not in SECTIONS}
-        for name, one in SECTIONS.items():
-            if one.dtype != np.int32:
-                host_views[name] = host_views[name].view(one.dtype)
-                views[name] = views[name].view(one.torch_dtype)
-        query_lens, num_rows = np.diff(host_views["cu_seqlens_q"]), len(host_views["seq_lens"])
-        views["block_tables"] = views["block_tables"].view(num_rows, -1 if num_rows else 0)
-        return cls(**views, host=host_views, network=network, extra=extra,
-                   graph=graph if graph[0] else (), has_controls=bool(has_controls),
+        end, network, has_controls, is_greedy, *graph = host[:LENGTHS].tolist()
+        lengths = host[LENGTHS:LENGTHS + len(sections)].tolist()
+        numbers = host_views(host, sections, lengths)
+        tensors = device_views(device[HEADER:end], sections, lengths)
+        extra = {name: tensors.pop(name) for name in sections if name not in SECTIONS}
+        num_rows = len(numbers["seq_lens"])
+        tensors["block_tables"] = tensors["block_tables"].view(num_rows, -1 if num_rows else 0)
+        query_lens = np.diff(numbers["cu_seqlens_q"])
+        return cls(**tensors, host=numbers, extra=extra, network=network,
+                   graph=tuple(graph) if graph[0] else (), has_controls=bool(has_controls),
                    is_greedy=bool(is_greedy),
                    num_decodes=int(np.count_nonzero(query_lens <= 1)),  # 0 in rows of padding
-                   num_unknown=int(np.count_nonzero(host_views["input_ids"] < 0)),
-                   query_lens=query_lens.tolist(), seq_lens_host=host_views["seq_lens"].tolist())
+                   num_unknown=int(np.count_nonzero(numbers["input_ids"] < 0)),
+                   query_lens=query_lens.tolist(), seq_lens_host=numbers["seq_lens"].tolist())
 
     @property
     def num_tokens(self) -> int:
@@ -129,11 +125,50 @@ class Batch:
 
 
 SECTIONS = {one.name: one.metadata["section"] for one in fields(Batch) if one.metadata}
-# The header: where the last section ends, each one's length, the network, whether a row has
-# controls and whether all are greedy, the graph. Its length is even, and has room for the sections
-# of extras.
+# The buffer begins with: where its last section ends, the network, `has_controls`, `is_greedy`, the
+# graph's `Size` or zeros (5 numbers), each section's length. Its own length is even, for the seeds.
 HEADER, GRAPH = 32, 5
+LENGTHS = 4 + GRAPH  # where the sections' lengths begin
 PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.per == "params"])
+
+
+def host_views(buffer: np.ndarray, sections: dict[str, Section],
+               lengths: list[int]) -> dict[str, np.ndarray]:
+    """The sections by name, each in its dtype. lengths: in int32 numbers."""
+    views, start = {}, HEADER
+    for (name, one), length in zip(sections.items(), lengths, strict=True):
+        view = buffer[start:start + length]
+        views[name] = view if one.dtype == np.int32 else view.view(one.dtype)
+        start += length
+    return views
+
+
+def device_views(used: torch.Tensor, sections: dict[str, Section],
+                 lengths: list[int]) -> dict[str, torch.Tensor]:
+    """The same on the device. used: the buffer between its header and its end."""
+    views = dict(zip(sections, used.split(lengths), strict=True))
+    for name, one in sections.items():
+        if one.torch_dtype != torch.int32:
+            views[name] = views[name].view(one.torch_dtype)
+    return views
+
+
+def sections_with(extra: Iterable[str]) -> dict[str, Section]:
+    """All sections. Those of extras come before the first whose length varies, so a graph finds
+    them at their old address."""
+    own, at = list(SECTIONS.items()), list(SECTIONS).index("prompt_logprob_indices")
+    added = [(name, Section("row", 0, np.dtype("int32"), torch.int32)) for name in extra]
+    assert LENGTHS + len(own) + len(added) <= HEADER, (
+        f"the header has no room for the extras' sections {', '.join(extra)}")
+    return dict([*own[:at], *added, *own[at:]])
+
+
+def with_padding(values: Any, count: int, one: Section) -> np.ndarray:
+    """A section's numbers, and behind them as many as `count` lacks."""
+    padded = np.empty(count, dtype=one.dtype)
+    padded[:len(values)] = values
+    padded[len(values):] = padded[len(values) - 1] if one.padding is AGAIN else one.padding
+    return padded
 
 
 class BatchBuilder:
@@ -149,7 +184,9 @@ class BatchBuilder:
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
                  block_size: int, device: torch.device, staged: bool = False, num_drafts: int = 0,
                  num_buffers: int = 2, extra: dict[str, bool] | None = None):
-        self.block_size, width = block_size, -(-max_model_len // block_size)
+        self.block_size, self.extra = block_size, extra or {}
+        self.sections = sections_with(self.extra)
+        width = -(-max_model_len // block_size)
         num_samples = max_num_seqs + min(max_num_seqs * num_drafts, max_num_batched_tokens)
         self.most_samples = min(num_samples, max_num_batched_tokens)  # each is a computed token
         most = {"token": max_num_batched_tokens, "row": max_num_seqs,
@@ -157,26 +194,23 @@ class BatchBuilder:
                 "block": max_num_seqs * width,
                 "sample": num_samples, "params": num_samples,  # sent in every step
                 "move": 4 * MAX_MOVES}  # saves and loads, of two numbers each
-        # Extras' sections come before the first whose length varies, so a graph finds them.
-        self.extra, own, int32 = extra or {}, list(SECTIONS.items()), np.dtype("int32")
-        at = list(SECTIONS).index("prompt_logprob_indices")
-        self.sections = dict(own[:at] + [
-            (name, Section("row", 0, int32, torch.int32)) for name in self.extra] + own[at:])
-        assert len(self.sections) + 4 + GRAPH <= HEADER, (
-            f"the header has no room for the extras' sections {', '.join(self.extra)}")
-        size = HEADER + sum(
-            most[one.per] * one.dtype.itemsize // 4 for one in self.sections.values())
-        pin = device.type == "cuda"
-        self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
-                        for _ in range(max(2, num_buffers))]
-        self.device_buffer = torch.zeros(size, dtype=torch.int32, device=device) if (
-            pin or staged) else None
-        self.copied = [torch.cuda.Event() if pin else None for _ in self.buffers]
-        self.turn = -1
+        self._make_buffers(HEADER + sum(
+            most[one.per] * one.dtype.itemsize // 4 for one in self.sections.values()),
+            max(2, num_buffers), device, staged)
+        # Kept from step to step, at index `Sequence.row`.
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
         self.table_lens = [0] * max_num_seqs
         self.params = np.zeros(max_num_seqs, dtype=PARAMS)
+
+    def _make_buffers(self, size: int, count: int, device: torch.device, staged: bool) -> None:
+        pin = device.type == "cuda"
+        self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(count)]
+        self.copied = [torch.cuda.Event() if pin else None for _ in self.buffers]
+        self.device_buffer = None
+        if pin or staged:
+            self.device_buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self.turn = -1
 
     def build(self, step: Step, size: Any = None) -> Batch:
         """Write `step`, copy it to the device, and return the views. O(rows) in Python."""
@@ -208,28 +242,27 @@ class BatchBuilder:
         """Fill the buffer. size: the `device.graphs.Size` to which a graph's step is padded."""
         width = max([len(seq.block_table) for seq in step.num_new_tokens], default=1)
         numbers = self._numbers(step, width)
-        wanted = {} if size is None else dict(
+        padded = {} if size is None else dict(
             row=size.rows, start=size.rows + 1, block=size.rows * width, token=size.tokens,
             sample=size.tokens, params=size.tokens)
-        host, at, lengths = buffer.numpy(), HEADER, []
-        for name, (per, padding, dtype, _) in self.sections.items():
-            values, num_padding = numbers.get(name, ()), 0
-            if wanted and padding is not None and (name in SECTIONS or size.extra):
-                num_padding = wanted[per] - len(values)
-            length = (len(values) + num_padding) * dtype.itemsize // 4
+        host, end, lengths = buffer.numpy(), HEADER, []
+        for name, one in self.sections.items():
+            values = numbers.get(name, ())
+            if padded and one.padding is not None and (name in SECTIONS or size.extra):
+                values = with_padding(values, padded[one.per], one)
+            length = len(values) * one.dtype.itemsize // 4
             if length:  # most steps leave some sections empty, and each write costs
-                place = host[at:at + length].view(dtype)
-                place[:len(values)] = values
-                if num_padding:
-                    place[len(values):] = place[len(values) - 1] if padding is AGAIN else padding
-            at += length
+                host[end:end + length].view(one.dtype)[:] = values
+            end += length
             lengths.append(length)
         has_controls = is_greedy = False
         if size is not None:  # graphs alone ask
             has_controls = not step.network and any(s.request.has_controls for s in step.sampling)
-            is_greedy = bool(step.network) or not (has_controls or numbers["temperature"].any())
-        host[:len(lengths) + 4] = [at, *lengths, step.network, has_controls, is_greedy]
-        host[len(lengths) + 4:][:GRAPH] = size or 0
+            is_drawn = has_controls or numbers["temperature"].any()
+            is_greedy = bool(step.network) or not is_drawn
+        graph = size or [0] * GRAPH
+        host[:LENGTHS] = [end, step.network, has_controls, is_greedy, *graph]
+        host[LENGTHS:LENGTHS + len(lengths)] = lengths
 
     def _numbers(self, step: Step, width: int) -> dict[str, np.ndarray | list[int]]:
         """What is in each section. width: blocks of the longest table."""

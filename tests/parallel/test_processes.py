@@ -38,7 +38,7 @@ from safetensors.torch import load_file, save_file
 
 from nanoserve import LLM, model_runner, processes
 from nanoserve import parallel as ranks
-from nanoserve.batch import SECTIONS
+from nanoserve.batch import LENGTHS, SECTIONS
 
 pytestmark = looks_into_proc
 
@@ -197,7 +197,7 @@ def test_a_step_that_can_not_be_read(start, monkeypatch, capfd):
     def corrupt(buffer, wait=True):
         honest = buffer.clone()
         # Not as many rows as there are sequence lengths.
-        buffer[1 + list(SECTIONS).index("cu_seqlens_q")] = 1
+        buffer[LENGTHS + list(SECTIONS).index("cu_seqlens_q")] = 1
         broadcast(buffer, wait)
         buffer.copy_(honest)
 
