@@ -126,66 +126,36 @@ class DecodeGraphs:
     def __init__(self, builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
                  ranks, num_networks: int = 1, num_drafts: int = 0, ragged: bool = True,
                  is_ours: bool = True):
-        max_num_seqs, device = len(builder.tables), builder.device_buffer.device
+        device = builder.device_buffer.device
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
-        # A step of the first network is recorded with the sections of extras and without them; with
-        # them alone if some extra fills its own in every step.
-        kinds = (True,) if any(builder.extra.values()) else {False, bool(builder.extra)}
-        every = all_sizes(max_num_seqs, num_networks, num_drafts, builder.most_samples)
-        self.sizes = [size._replace(extra=extra) for size in every
-                      if ragged or size.network or not size.drafts
-                      for extra in ((False,) if size.network else kinds)]
-        is_told = ranks.rank == 0
+        every = all_sizes(len(builder.tables), num_networks, num_drafts, builder.most_samples)
+        self.sizes = [one for size in every if ragged or size.network or not size.drafts
+                      for one in with_sections(size, builder.extra)]
+        self.found: dict[tuple, Size | None] = {}  # see `size_for`
         # The layers, and the choice; with several ranks another one, where all rows are greedy.
         self.graphs: dict[Size, tuple[CudaGraph, ...]] = {}
-        self.found: dict[tuple, Size | None] = {}  # see `size_for`
-        start, memory, logits = time.perf_counter(), None, None
-        on_gpu = graph_class is CudaGraph
-        if on_gpu:
-            torch.cuda.empty_cache()  # as each recording does: its gain must not count below
-        free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+        recorder = Recorder(layers, choose, graph_class, ranks, is_ours)
+        start, free = time.perf_counter(), recorder.free_memory()
         # The largest first: the smaller ones fit into the memory that it took.
         for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
-                         disable=None if is_told else True, leave=False):  # None: on a terminal
-            step = Step(0, network=size.network, sections=dict.fromkeys(
-                builder.extra if size.extra else (), {}))
-            batch = self._fix(builder.build(step, size), size)
-            ways = [batch] if size.network or ranks.size == 1 else [
-                replace(batch, is_greedy=False), batch]
-            try:  # for real: kernels are compiled, libraries take memory
-                states = layers(batch)
-                for way in ways:
-                    choose(states, way)
-            except Exception:
-                end_alike(ranks, True)
-                raise
-            end_alike(ranks, False)
-            into = None if size.network else logits
-            try:
-                first = graph_class(memory)
-                first.capture(lambda batch=batch, into=into: shared(layers(batch), into))
-                memory = memory or first.memory()
-                choices = [graph_class(memory) for _ in ways]
-                for choice, way in zip(choices, ways, strict=True):
-                    choice.capture(lambda way=way, first=first: choose(first.output, way))
-            except Exception:
-                ranks.least(0)
-                raise
-            if not ranks.least(1):  # or this rank would go on, and wait for the others
-                raise RuntimeError("another rank can't record it")
-            if not (is_ours or size.network or logits is not None):
-                logits = first.output  # the largest one's: the others write to its memory
-            self.graphs[size] = first, *choices
+                         disable=None if ranks.rank == 0 else True, leave=False):
+            self.graphs[size] = recorder.record(self._batch_of(builder, size), size)
         if not is_ours:
             smallest = {(one.drafts, one.network, one.extra): one for one in self.sizes[::-1]}
             for size in smallest.values():  # one of each kind
                 self._try(builder, layers, size, num_drafts or FEW_DRAFTS)
         self.seconds = time.perf_counter() - start
-        self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
-        if is_told:
+        self.memory = free - recorder.free_memory()
+        if ranks.rank == 0:
             tqdm.write(f"nanoserve: CUDA graphs for {len(self.sizes)} sizes of batches of 1 to "
-                       f"{max_num_seqs} took {self.seconds:.1f} s and "
+                       f"{len(builder.tables)} took {self.seconds:.1f} s and "
                        f"{self.memory / 2 ** 20:,.0f} MB", file=sys.stderr)
+
+    def _batch_of(self, builder: BatchBuilder, size: Size) -> Batch:
+        """A batch of nothing but padding."""
+        names = builder.extra if size.extra else ()
+        step = Step(0, network=size.network, sections=dict.fromkeys(names, {}))
+        return self._fix(builder.build(step, size), size)
 
     def _try(self, builder: BatchBuilder, layers: Layers, size: Size, most: int) -> None:
         """Replay two batches, and compare each with the function itself. Raises `RuntimeError`
@@ -242,6 +212,62 @@ class DecodeGraphs:
         return states, choice.replay()
 
 
+class Recorder:
+    """Records steps, the largest first. On each rank the same, at the same time: a rank that fails
+    alone would leave the others waiting in a collective."""
+
+    def __init__(self, layers: Layers, choose: Choose, graph_class: type, ranks, is_ours: bool):
+        self.layers, self.choose = layers, choose
+        self.graph_class, self.ranks, self.is_ours = graph_class, ranks, is_ours
+        self.memory = None  # what all recordings share
+        self.logits: torch.Tensor | None = None  # the largest recording's, see `shared`
+
+    def free_memory(self) -> int:
+        """Bytes that are free on the GPU. Without one there is nothing to count."""
+        if self.graph_class is not CudaGraph:
+            return 0
+        torch.cuda.empty_cache()  # as each recording does: its gain must not count
+        return torch.cuda.mem_get_info()[0]
+
+    def record(self, batch: Batch, size: Size) -> tuple[CudaGraph, ...]:
+        """The layers' recording, and one of each way to choose."""
+        ways = [batch]
+        if self.ranks.size > 1 and not size.network:
+            ways = [replace(batch, is_greedy=False), batch]
+        self.run_once(batch, ways)
+        try:
+            graphs = self.capture(batch, ways, None if size.network else self.logits)
+        except Exception:
+            self.ranks.least(0)
+            raise
+        if not self.ranks.least(1):  # or this rank would go on, and wait for the others
+            raise RuntimeError("another rank can't record it")
+        if self.logits is None and not self.is_ours and not size.network:
+            self.logits = graphs[0].output
+        return graphs
+
+    def run_once(self, batch: Batch, ways: list[Batch]) -> None:
+        """For real: kernels are compiled, libraries take memory."""
+        try:
+            states = self.layers(batch)
+            for way in ways:
+                self.choose(states, way)
+        except Exception:
+            end_alike(self.ranks, True)
+            raise
+        end_alike(self.ranks, False)
+
+    def capture(self, batch: Batch, ways: list[Batch],
+                into: torch.Tensor | None) -> tuple[CudaGraph, ...]:
+        first = self.graph_class(self.memory)
+        first.capture(lambda: shared(self.layers(batch), into))
+        self.memory = self.memory or first.memory()
+        choices = [self.graph_class(self.memory) for _ in ways]
+        for choice, way in zip(choices, ways, strict=True):
+            choice.capture(lambda way=way: self.choose(first.output, way))
+        return first, *choices
+
+
 def end_alike(ranks, failed: bool) -> None:
     """Raises `RuntimeError`, and ends the ranks, if a run has failed on some of them alone: devices
     of the others may wait in a collective, which the next one would be taken for."""
@@ -271,6 +297,15 @@ def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,
             if tokens > fewer + 1:  # one more row than before, and a draft
                 sizes += [Size(rows, tokens, True, network) for network in range(num_networks)]
     return sorted(set(sizes), key=lambda size: (size.tokens, size.rows))
+
+
+def with_sections(size: Size, extra: dict[str, bool]) -> list[Size]:
+    """A step of the first network is recorded with the sections of extras and without them; with
+    them alone if some extra fills its own in every step. extra: see `BatchBuilder`."""
+    if size.network or not extra:
+        return [size]
+    with_them = size._replace(extra=True)
+    return [with_them] if any(extra.values()) else [size, with_them]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
