@@ -114,19 +114,36 @@ class LLM(LLMEngine):
                              weights=args.load_format != "dummy", code=args.trust_remote_code,
                              revision=args.revision)
         asked, self.model_config, extras = read_model(args, folder, given)
-        device = pick_device(asked.device)
-        parts = own_parts(asked, device)
+        parts = own_parts(asked, pick_device(asked.device))
         facts = facts_of([*parts, *extras])
-        config = resolve(asked, device, self.model_config, facts)
+        config = self.settle(asked, facts)
+        plan = self.plan(config, folder, extras)
+        config, runner, num_blocks = self.start_runner(plan, asked.max_model_len,
+                                                       Fact.GENERATES in facts)
+        self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
+        super().__init__(config, runner, num_blocks, self.inputs.process, extras, parts)
+        say(describe(config, runner, num_blocks, plan.network, plan.notes),
+            *self.inputs.not_applied())
+
+    def settle(self, asked: EngineConfig, facts: frozenset[Fact]) -> EngineConfig:
+        """What was asked for, with values in place of `None` and "auto", for this machine and this
+        model. Says what the machine can't do as asked."""
+        model = self.model_config
+        config = resolve(asked, pick_device(asked.device), model, facts)
         take_gpu(config.num_ranks, config.device)
-        config, said = fit_to_device(config, asked, self.model_config.architecture)
+        config, said = fit_to_device(config, asked, model.architecture)
         say(*said)
+        check_shares(config.tensor_parallel_size, model.num_attention_heads,
+                     model.num_key_value_heads)
+        return config
+
+    def plan(self, config: EngineConfig, folder: Path, extras: list[Extra]) -> Plan:
+        """What the engine will be made of: the tokenizer, what each extra adds, and which functions
+        of the backend are right on this machine."""
         drafters = [extra for extra in extras if Hooks([extra]).draft]
         if drafters and config.async_scheduling:
             say("overlap is off: drafts follow tokens that the host must have seen")
             config = replace(config, async_scheduling=False)
-        check_shares(config.tensor_parallel_size, self.model_config.num_attention_heads,
-                     self.model_config.num_key_value_heads)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             tokenizer_folder(config, folder), optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
@@ -134,30 +151,32 @@ class LLM(LLMEngine):
             num_drafts=max([extra.most_drafts for extra in drafters], default=0)))
         for extra in extras:
             plan = extra.prepare(plan)
-        config = plan.config
-        names, said = untrusted(config, self.model_config, namespace(config.kernels))
+        names, said = untrusted(plan.config, self.model_config, namespace(plan.config.kernels))
         say(*said)
-        plan = replace(plan, parts=replace(plan.parts, replaced=names))
-        make_runner = partial(ModelRunner, config, self.model_config, folder, parts=plan.parts)
+        return replace(plan, parts=replace(plan.parts, replaced=names))
+
+    def start_runner(self, plan: Plan, asked_len: int | None,
+                     generates: bool) -> tuple[EngineConfig, ModelRunner, int]:
+        """The ranks' processes, the weights, and a KV cache of as many blocks as there is room for.
+        Returns the config, with the `max_model_len` that fits, rank 0's runner, and that number.
+        asked_len: the `max_model_len` that was asked for, which is not lowered."""
+        config = plan.config
+        make_runner = partial(ModelRunner, config, plan.model_config, plan.folder, parts=plan.parts)
         ranks = start_ranks(config.num_ranks, config.device,
                             partial(serve_rank, make_runner=make_runner))
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
             runner = make_runner(ranks=ranks)
-            config, num_blocks = runner.config, runner.count_kv_blocks()
-            config, said = fit_to_cache(config, num_blocks, asked.max_model_len,
-                                        Fact.GENERATES in facts)
+            num_blocks = runner.count_kv_blocks()
+            config, said = fit_to_cache(runner.config, num_blocks, asked_len, generates)
             say(*said)
             ranks.agree(num_blocks, config.max_model_len)
             runner.start(num_blocks, config.max_model_len)
         except BaseException:
             ranks.abort("the engine could not be made")
             raise
-        self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
-        super().__init__(config, runner, num_blocks, self.inputs.process, extras, parts)
-        say(describe(config, runner, num_blocks, plan.network, plan.notes),
-            *self.inputs.not_applied())
+        return config, runner, num_blocks
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
