@@ -50,6 +50,7 @@ FORMATS["auto"] = FORMATS["safetensors"] + FORMATS["pt"]
 # Buffers that older files carry, see `follows`.
 ROPE_TABLES = re.compile(r"(rotary\w*|rope)\.(\w*inv_freq|freqs|(cos|sin)\w*)$|\bfreqs_cis$")
 MASKS = re.compile(r"(attn|attention)\.(bias|mask|causal_mask)$")
+DRAFT_LAYERS = "mtp_layers."  # MiMo's layers for drafts, which no token needs
 DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with its file and name
 
@@ -64,17 +65,12 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
     tensors: in the place of those in the files. Returns the bytes of a wrapping's towers, which are
     passed over.
 
-    The dict `missing` begins with every tensor that the model needs, and each tensor that is read
-    is removed from it. A tensor that is not in it is left over, or comes twice; what remains in it
-    at the end is missing from the files.
-
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
     if tensors is None:
         check_names(folder, config.architecture, config.has_towers)
         tensors = stored_tensors(folder, load_format, show_progress)
-    missing, tied_head, left_out = expected_tensors(model), None, [0]
-    expected, waiting = frozenset(missing), Counter(map(block_of, missing))
+    left_out = [0]
     if config.has_towers:
         tensors = text_alone(tensors, left_out)
     if config.quantization is not None:
@@ -82,40 +78,60 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
             raise ValueError(f"{folder}: the checkpoint is quantised: set quantization="
                              "'dequantize', or use the unquantised one")
         tensors = assemble(tensors, config.quantization)
+    places, tied_head = Places(model), None
     for file, name, tensor in apart(tensors):
         known = translated(name)
-        if known.startswith(unused):
+        if known.startswith((*unused, DRAFT_LAYERS)):
             continue
-        if _is_redundant(known, config):
-            tied_head = (file, tensor) if known == "lm_head.weight" else tied_head
-            continue
-        fill = missing.pop(known, None)
-        if fill is None and known not in expected and (
-                follows(name, tensor) or config.quantization and adds_nothing(name, tensor)):
-            continue
-        if fill is None:
+        if known == "lm_head.weight" and config.tie_word_embeddings:
+            tied_head = file, tensor  # compared last: by then the embedding has come
+        elif known in places.missing:
+            try:
+                places.fill(known, tensor)
+            except ValueError as error:
+                raise ValueError(f"{file}: the tensor {name} can't fill its place in the network "
+                                 f"of config.json: {error}") from None
+        elif known in places.expected or not needs_no_place(name, tensor, config):
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
                              "with this config.json, or comes twice")
-        try:
-            fill(tensor)
-        except ValueError as error:
-            raise ValueError(f"{file}: the tensor {name} can't fill its place in the network of "
-                             f"config.json: {error}") from None
-        block = block_of(known)
-        waiting[block] -= 1
-        if block and not waiting[block]:
-            finish(model.get_submodule(block).modules())
-    if tied_head is not None and (fill := missing.pop("embed_tokens.weight", None)):
-        fill(tied_head[1])  # safetensors' `save_model` keeps this one of the two
-    if missing:
-        names = sorted(name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
-                       for name in missing)
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing from the checkpoint: "
-                         f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
+    if tied_head is not None and "embed_tokens.weight" in places.missing:
+        places.fill("embed_tokens.weight", tied_head[1])  # safetensors' `save_model` kept this one
+    places.check_all_filled(folder)
     if tied_head is not None:
         _check_tied(model, *tied_head)
     finish(module for path, module in model.named_modules() if not block_of(path))
     return sum(left_out)
+
+
+class Places:
+    """The places of a model's tensors.
+
+    `missing` begins with every tensor that the model needs, and each tensor that is read is removed
+    from it. A tensor that is not in it is left over, or comes twice; what remains in it at the end
+    is missing from the files.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.missing = expected_tensors(model)
+        self.expected = frozenset(self.missing)
+        self.num_left = Counter(map(block_of, self.missing))  # of each block
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor to its place. A block with which this was the last packs its weights."""
+        self.missing.pop(name)(tensor)
+        block = block_of(name)
+        self.num_left[block] -= 1
+        if block and not self.num_left[block]:
+            finish(self.model.get_submodule(block).modules())
+
+    def check_all_filled(self, folder: Path) -> None:
+        if not self.missing:
+            return
+        names = sorted(name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
+                       for name in self.missing)
+        raise ValueError(f"{folder}: {len(names)} tensors are missing from the checkpoint: "
+                         f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
 
 
 def block_of(name: str) -> str:
@@ -172,6 +188,11 @@ def translated(name: str) -> str:
     return name
 
 
+def needs_no_place(name: str, tensor: torch.Tensor, config: ModelConfig) -> bool:
+    """Whether a tensor that no layer takes may be passed over."""
+    return follows(name, tensor) or bool(config.quantization) and adds_nothing(name, tensor)
+
+
 def follows(name: str, tensor: torch.Tensor) -> bool:
     """Whether a tensor that no layer takes follows from config.json: a table of RoPE, a causal mask
     or positions, which older code kept as buffers. Known by its name and its shape: a weight of
@@ -225,12 +246,6 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
                     part.copy_(numbers[:len(part)])
         if hasattr(module, "finish_loading"):
             module.finish_loading()
-
-
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """An LM head that is the embedding, and MiMo's layers for drafts, which no token needs."""
-    return name.startswith("mtp_layers.") or (
-        config.tie_word_embeddings and name == "lm_head.weight")
 
 
 def stored_tensors(folder: Path, load_format: str = "auto",
