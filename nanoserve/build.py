@@ -31,11 +31,11 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -46,6 +46,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 # OpenMP library of their own beside torch's.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Xpreprocessor", "-fopenmp",
          "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
+MACROS = ("-dM", "-E", "-x", "c++", os.devnull)  # print them, compile nothing
 SECONDS = 300  # the longest that a compiler may take
 
 
@@ -55,14 +56,9 @@ class BuildError(ImportError):
 
 def load(source: Path | None = None) -> ctypes.CDLL:
     """The library made of `source`, or of `SOURCE`; compiled if need be. Raises `BuildError`."""
-    source = source or SOURCE
-    command, openmp = [*find_compiler(), *FLAGS, *words("CXXFLAGS")], find_openmp()
-    # A home may be shared by machines with different CPUs. The compiler's macros name the features.
-    version, macros = (run([*command, *question.split()]) for question in (
-        "--version", f"-dM -E -x c++ {os.devnull}"))
-    if tiles_for("__AMX_BF16__" in macros):
-        command.append("-DMATRIX_TILES")
-    key = digest(repr((contents(source), command, version, macros, openmp)).encode())
+    source, openmp = source or SOURCE, find_openmp()
+    command, machine = command_for_this_cpu()
+    key = digest(repr((contents(source), command, *machine, openmp)).encode())
     try:
         import fcntl  # not on Windows
         kept = cache_folder()
@@ -76,6 +72,16 @@ def load(source: Path | None = None) -> ctypes.CDLL:
         raise BuildError(f"{source.name}'s library can't be kept or loaded ({error}): set "
                          "XDG_CACHE_HOME to a folder whose files may be run, or on Linux CXX to "
                          "g++, whose OpenMP library torch uses") from error
+
+
+def command_for_this_cpu() -> tuple[list[str], list[str]]:
+    """The compiler with its flags; its version, and the macros that name the CPU's features: a home
+    may be shared by machines with different CPUs."""
+    command = [*find_compiler(), *FLAGS, *words("CXXFLAGS")]
+    version, macros = run([*command, "--version"]), run([*command, *MACROS])
+    if tiles_for("__AMX_BF16__" in macros):
+        command.append("-DMATRIX_TILES")
+    return command, [version, macros]
 
 
 @cache
@@ -230,55 +236,75 @@ def functions_of(library: ctypes.CDLL) -> SimpleNamespace:
     while table[3 * len(found)]:
         text, *addresses = table[3 * len(found):3 * len(found) + 3]
         name, _, signature = ctypes.string_at(text).decode().partition(": ")
-        found[name] = function_of(name, signature, addresses)
+        found[name] = Function(name, signature, addresses)
     return SimpleNamespace(**found)
 
 
-def function_of(name: str, signature: str, addresses: list[int]) -> Callable:
+class Function:
     """Called with what it takes, and by name with sizes that no tensor has."""
-    takes, gives = map(parts_of, f"{signature} -> ".split(" -> ")[:2])
-    handed = dict.fromkeys(size for part in takes + gives for size in part[-1] if size[0] != "_")
-    types = [ctypes.c_void_p if dims else kind for _, kind, _, dims in takes + gives]
-    prototype = ctypes.CFUNCTYPE(None, *types, *[ctypes.c_long] * len(handed))
-    compiled = dict(zip(DTYPES, map(prototype, addresses), strict=True))
 
-    def function(*given, **sizes: int):
+    def __init__(self, name: str, signature: str, addresses: list[int]):
+        self.name, self.signature = name, signature
+        self.takes, self.gives = map(parts_of, f"{signature} -> ".split(" -> ")[:2])
+        parts = self.takes + self.gives
+        # The sizes that C++ gets, each once, in the order in which they are named.
+        self.handed = dict.fromkeys(size for part in parts for size in part.dims if size[0] != "_")
+        types = [ctypes.c_void_p if part.dims else part.kind for part in parts]
+        prototype = ctypes.CFUNCTYPE(None, *types, *[ctypes.c_long] * len(self.handed))
+        self.compiled = dict(zip(DTYPES, map(prototype, addresses), strict=True))
+
+    def __call__(self, *given, **sizes: int):
         asked = dtype = given[0].dtype
-        if asked not in compiled:  # float16 is computed in float32; others will not fit
+        if asked not in self.compiled:  # float16 is computed in float32; others will not fit
             given, dtype = [in_float32(x) for x in given], torch.float32
         arguments = []
-        for (word, kind, optional, dims), x in zip(takes, given, strict=True):
-            if not dims or x is None and optional:
-                arguments.append(x)  # a number, which ctypes checks, or None
-                continue
-            shape, memory = x.shape, x.memory if word == "panels" else x
-            fits = len(shape) == len(dims) and (
-                x.dtype == (kind or dtype) or word == "cache" and x.dtype == torch.int8)
-            for size, number in zip(dims, shape):  # noqa: B905 - `strict` costs time
-                if sizes.setdefault(size, number) != number:
-                    fits = False
-            if not (fits and memory.is_contiguous() and memory.is_cpu):
-                raise ValueError(
-                    f"{name} takes {signature}, contiguous and on the CPU; argument "
-                    f"{len(arguments) + 1} is {tuple(shape)} {x.dtype} on {memory.device}, strides "
-                    f"{memory.stride()}, where T is {dtype} and sizes are {sizes}")
-            arguments.append(memory.data_ptr())
-        results = [ROOM[kind or dtype].new_empty(*[sizes[size] for size in dims])
-                   for _, kind, _, dims in gives]
-        compiled[dtype](*arguments, *[x.data_ptr() for x in results],
-                        *[sizes[size] for size in handed])
+        for part, x in zip(self.takes, given, strict=True):
+            if part.dims and not (x is None and part.optional):
+                address = part.address(x, dtype, sizes)
+                if address is None:
+                    raise ValueError(self.misfit(len(arguments) + 1, x, dtype, sizes))
+                x = address
+            arguments.append(x)  # a number, which ctypes checks, an address, or None
+        results = [ROOM[part.kind or dtype].new_empty(*[sizes[size] for size in part.dims])
+                   for part in self.gives]
+        self.compiled[dtype](*arguments, *[x.data_ptr() for x in results],
+                             *[sizes[size] for size in self.handed])
         if asked != dtype:
-            results = [x if kind else x.half()
-                       for (_, kind, *_), x in zip(gives, results, strict=True)]
+            results = [x if part.kind else x.half()
+                       for part, x in zip(self.gives, results, strict=True)]
         return results[0] if len(results) == 1 else tuple(results)
 
-    return function
+    def misfit(self, number: int, x, dtype: torch.dtype, sizes: dict[str, int]) -> str:
+        """What is wrong with an argument, as an error says it. number: counted from 1."""
+        memory = x.memory if hasattr(x, "memory") else x
+        return (f"{self.name} takes {self.signature}, contiguous and on the CPU; argument {number} "
+                f"is {tuple(x.shape)} {x.dtype} on {memory.device}, strides {memory.stride()}, "
+                f"where T is {dtype} and sizes are {sizes}")
 
 
-def parts_of(text: str) -> list[tuple]:
-    """Of each part of "T? a[n m], float b": the word, its meaning, "?" or nothing, the sizes."""
+class Part(NamedTuple):
+    """What a signature says of one argument or result."""
+
+    word: str
+    kind: object  # what the word means, None for the dtype of the first argument
+    optional: str  # "?" where it may be None
+    dims: list[str]  # its sizes, none for a number
+
+    def address(self, x, dtype: torch.dtype, sizes: dict[str, int]) -> int | None:
+        """Where a tensor's memory is; None if it does not fit. Its sizes are noted in `sizes`."""
+        shape, memory = x.shape, x.memory if self.word == "panels" else x
+        fits = len(shape) == len(self.dims) and (
+            x.dtype == (self.kind or dtype) or self.word == "cache" and x.dtype == torch.int8)
+        for size, number in zip(self.dims, shape):  # noqa: B905 - `strict` costs time
+            if sizes.setdefault(size, number) != number:
+                fits = False
+        return memory.data_ptr() if fits and memory.is_contiguous() and memory.is_cpu else None
+
+
+def parts_of(text: str) -> list[Part]:
+    """What stands in "T? a[n m], float b"."""
     found = re.findall(r"(\w+)(\??) \w+(?:\[(.*?)\])?", text)
-    return [(word, KINDS[word], optional, dims.split()) for word, optional, dims in found]
+    return [Part(word, KINDS[word], optional, dims.split()) for word, optional, dims in found]
 
 
 def in_float32(x):

@@ -61,8 +61,8 @@ def with_guards(name: str, plain: Callable) -> Callable:
 
 CALLS: list[str] = []
 library.ROOM = {dtype: Room(dtype) for dtype in library.ROOM}
-function_of = library.function_of
-library.function_of = lambda name, *rest: with_guards(name, function_of(name, *rest))
+Function = library.Function
+library.Function = lambda name, *rest: with_guards(name, Function(name, *rest))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

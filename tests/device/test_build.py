@@ -18,7 +18,7 @@ import torch
 from dummy_engines import assert_serves
 from dummy_engines import start as start_engine
 
-import nanoserve.device
+import nanoserve
 from nanoserve import build, ops
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
@@ -228,7 +228,7 @@ def run(script: str, *arguments: str, **environment) -> subprocess.CompletedProc
 def test_where_it_can_not_be_built_the_engine_says_so_and_runs(dummy, monkeypatch, capsys):
     """And it is an error where it was asked for."""
     monkeypatch.delitem(sys.modules, "nanoserve.cpu", raising=False)
-    monkeypatch.delattr(nanoserve.device, "cpu", raising=False)
+    monkeypatch.delattr(nanoserve, "cpu", raising=False)
     monkeypatch.setenv("CXX", "false")
     engine = start_engine(dummy, dtype="float32", num_gpu_blocks_override=8)
     [line] = [line for line in capsys.readouterr().err.splitlines() if "compiler" in line]
