@@ -21,7 +21,7 @@ cost each step.
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -90,20 +90,8 @@ def untrusted(config: EngineConfig, model: Any,
     device = torch.device(config.device)
     if twin is ops or device.type == "cpu" and config.kernels == "triton":  # Triton's interpreter
         return (), []
-    shapes, folder = Shapes.of(config, model), cache_folder()
-    key = digest(repr((shapes, machine_of(twin, device))).encode())
-    found = remembered(folder).get(key)
-    if found is None:
-        with current(device):
-            with memory_for("a trial of the kernels: end other programs that use the memory"):
-                tried = trials(twin, shapes, device)
-            found = {name: error for name, (_, error) in tried.items() if error}
-            remember(folder, remembered(folder) | {key: found})  # another may have written
-            try:
-                torch.zeros(1, device=device).item()
-            except RuntimeError as error:
-                raise ValueError(f"a kernel has broken the state of the GPU ({found}): start "
-                                 "again, which leaves it out, or with kernels='torch'") from error
+    shapes = Shapes.of(config, model)
+    found = wrong_functions(twin, shapes, device)
     report = "Please report this, with what nanoserve doctor prints"
     if not sees_as_twins(shapes.windows, config.max_model_len or model.max_position_embeddings):
         found = found | {"paged_attention": "its attention does not see what `visible` says"}
@@ -115,6 +103,27 @@ def untrusted(config: EngineConfig, model: Any,
                else "They are torch's own, and nothing can take their place")
     return names, [f"kernels={config.kernels!r} on this machine: {'; '.join(found.values())}. "
                    f"{instead}. {report}"]
+
+
+def wrong_functions(twin: ModuleType, shapes: Shapes, device: torch.device) -> dict[str, str]:
+    """What is wrong with a function, by its name; tried once on a machine, and remembered. Raises
+    `ValueError` if a kernel has broken the device."""
+    folder = cache_folder()
+    key = digest(repr((shapes, machine_of(twin, device))).encode())
+    found = remembered(folder).get(key)
+    if found is not None:
+        return found
+    with current(device):
+        with memory_for("a trial of the kernels: end other programs that use the memory"):
+            tried = trials(twin, shapes, device)
+        found = {name: error for name, (_, error) in tried.items() if error}
+        remember(folder, remembered(folder) | {key: found})  # another may have written
+        try:
+            torch.zeros(1, device=device).item()
+        except RuntimeError as error:
+            raise ValueError(f"a kernel has broken the state of the GPU ({found}): start "
+                             "again, which leaves it out, or with kernels='torch'") from error
+    return found
 
 
 def sees_as_twins(windows: tuple[int | None, ...], max_model_len: int) -> bool:
@@ -153,20 +162,27 @@ def trials(twin: ModuleType, shapes: Shapes, device: torch.device,
     tolerance = max(TOLERANCE[shapes.dtype], 6e-3 * shapes.is_int8)  # one step of an int8 more
     found = {}
     for name, check in checks.items():
-        worst, error = 0.0, ""
         try:
-            for what, got, expected in check(twin, shapes, device):
-                expected = expected.double()
-                apart = float((got.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-                worst = max(worst, apart)
-                if not apart <= tolerance and not error:  # NaN is wrong, too
-                    error = f"{name} is wrong ({what}: relative error {apart:.1e})"
+            found[name] = compare(name, check(twin, shapes, device), tolerance)
         except Exception as raised:  # a compiler's, Triton's or the driver's
             if isinstance(raised, MemoryError) or "out of memory" in str(raised):
                 raise
-            error = f"{name} fails ({type(raised).__name__}: {str(raised):.150})"
-        found[name] = worst, error
+            found[name] = 0.0, f"{name} fails ({type(raised).__name__}: {str(raised):.150})"
     return found
+
+
+def compare(name: str, results: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
+            tolerance: float) -> tuple[float, str]:
+    """The largest relative error of a function's results, and a sentence on the first that is too
+    large. results: what was computed, the result, and what it should be."""
+    worst, error = 0.0, ""
+    for what, got, expected in results:
+        expected = expected.double()
+        apart = float((got.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+        worst = max(worst, apart)
+        if not apart <= tolerance and not error:  # NaN is wrong, too
+            error = f"{name} is wrong ({what}: relative error {apart:.1e})"
+    return worst, error
 
 
 # ------------------------------------------------------------- the outcome is kept
@@ -298,22 +314,33 @@ class Crowd:
     """Rows of an ordinary step on two KV heads, whose earlier tokens are in the cache."""
 
     def __init__(self, shapes: Shapes, device: torch.device, rows: list[tuple[int, int]]):
-        self.shapes, self.device, size, heads = shapes, device, shapes.block_size, shapes.group + 2
-        before, step, self.num_blocks = Step(0), Step(0), 0
+        self.shapes, self.device, self.num_blocks = shapes, device, 0
+        before, step = Step(0), Step(0)
         for row, (query_len, seq_len) in enumerate(rows):
-            width = -(-seq_len // size)
-            seq = Sequence(CoreRequest(str(row), SamplingParams()), [0] * seq_len, row=row,
-                           block_table=[self.num_blocks + i for i in range(width)][::-1])
-            self.num_blocks += width
+            seq = self.sequence(row, seq_len)
             before.num_new_tokens[seq], step.num_new_tokens[seq] = seq_len, query_len
             before.starts.append(0)
             step.starts.append(seq_len - query_len)
-        total, longest = (of(seq_len for _, seq_len in rows) for of in (sum, max))
-        self.before, self.batch = (BatchBuilder(len(rows), total, longest, size, device).build(one)
-                                   for one in (before, step))
-        self.past, self.qkv = (numbers(shapes, device, len(batch.input_ids), 2 * heads,
-                                       shapes.head_dim) for batch in (self.before, self.batch))
+        self.before, self.batch = self.build(before), self.build(step)
+        self.past, self.qkv = self.random_qkv(self.before), self.random_qkv(self.batch)
         self.weight = numbers(shapes, device, shapes.head_dim).float() if shapes.qk_norm else None
+
+    def sequence(self, row: int, seq_len: int) -> Sequence:
+        """Its blocks lie backwards in memory."""
+        end = self.num_blocks + -(-seq_len // self.shapes.block_size)
+        blocks, self.num_blocks = list(range(self.num_blocks, end)), end
+        request = CoreRequest(str(row), SamplingParams())
+        return Sequence(request, [0] * seq_len, row=row, block_table=blocks[::-1])
+
+    def build(self, step: Step) -> Batch:
+        lengths = [len(seq.token_ids) for seq in step.num_new_tokens]
+        builder = BatchBuilder(len(lengths), sum(lengths), max(lengths), self.shapes.block_size,
+                               self.device)
+        return builder.build(step)
+
+    def random_qkv(self, batch: Batch) -> torch.Tensor:
+        heads = 2 * (self.shapes.group + 2)
+        return numbers(self.shapes, self.device, batch.num_tokens, heads, self.shapes.head_dim)
 
     def attend(self, space: Any, window: int | None) -> torch.Tensor:
         return self.step(space, self.caches(space), window)
