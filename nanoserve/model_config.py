@@ -292,23 +292,11 @@ class ModelConfig:
                 kind = "ministral"  # as transformers does, but for the text of a wrapping
         hf, rope, rope_local = _read_by_transformers(kind, entries)
         generation = generation or {}
-        bias = getattr(hf, "attention_bias", False)
-        said = dict(
-            num_key_value_heads=hf.num_key_value_heads or hf.num_attention_heads,
-            head_dim=hf.head_dim, rope=rope, rope_local=rope_local,
-            qkv_bias=bias, o_bias=bias, mlp_bias=getattr(hf, "mlp_bias", False),
-            windows=_read_windows(hf), activation=_read_activation(hf),
-            attention_scale=getattr(hf, "query_pre_attn_scalar", hf.head_dim) ** -0.5,
-            attention_softcap=getattr(hf, "attn_logit_softcapping", None),
-            logits_softcap=getattr(hf, "final_logit_softcapping", None))
         return _checked(cls(
             architecture=architecture, has_towers=architecture in WRAPPINGS,
             pools=not architecture.endswith(("ForCausalLM", "ForConditionalGeneration")),
-            tie_word_embeddings=getattr(hf, "tie_word_embeddings", False),
-            **{name: getattr(hf, name) for name in (
-                *NEEDED, "max_position_embeddings", "rms_norm_eps")},
-            **said | flags, **_read_experts(hf), dtype=read_dtype(config),
-            eos_token_ids=read_eos(config, generation),
+            rope=rope, rope_local=rope_local, **_read_network(hf) | flags, **_read_experts(hf),
+            dtype=read_dtype(config), eos_token_ids=read_eos(config, generation),
             generation_defaults=generation, quantization=read_quantization(config)))
 
     @property
@@ -428,13 +416,11 @@ def _read_by_transformers(kind: str, config: dict) -> tuple[Any, Rope, Rope | No
 
     Entries that mean something to another family alone mean nothing, as in transformers: only what
     the class knows is read. Raises `ValueError`."""
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    from transformers import CONFIG_MAPPING
 
     made_by: Any = CONFIG_MAPPING[kind]
     by_kind = kind == "gemma3_text"
-    known = {f.name for f in fields(made_by) if not f.name.endswith("_token_id")}
-    known -= {f.name for f in fields(PreTrainedConfig)}  # dtype, labels: nothing of the network
-    known |= {*UNDECLARED, *(name for pair in made_by.attribute_map.items() for name in pair)}
+    known = _known_to(made_by)
     entries = {name: value for name, value in config.items() if name in known}
     _check_numbers(entries)
     check_ropes(entries, by_kind)
@@ -456,6 +442,15 @@ def _read_by_transformers(kind: str, config: dict) -> tuple[Any, Rope, Rope | No
         raise ValueError(f"config.json: transformers' {made_by.__name__} can't read it: {why:.300};"
                          " correct the entry, or give another with hf_overrides={...}") from error
     return hf, every, windowed
+
+
+def _known_to(made_by: Any) -> set[str]:
+    """The entries of a network that transformers' class reads, under all their names."""
+    from transformers import PreTrainedConfig
+
+    known = {f.name for f in fields(made_by) if not f.name.endswith("_token_id")}
+    known -= {f.name for f in fields(PreTrainedConfig)}  # dtype, labels: nothing of the network
+    return known | {*UNDECLARED, *(name for pair in made_by.attribute_map.items() for name in pair)}
 
 
 def _check_numbers(entries: dict) -> None:
@@ -483,6 +478,21 @@ def _checked(config: ModelConfig) -> ModelConfig:
         raise ValueError(f"config.json: num_experts_per_tok={config.num_experts_per_tok} but "
                          f"num_experts={config.num_experts}")
     return config
+
+
+def _read_network(hf: Any) -> dict:
+    """The sizes, and what a family's flags may say otherwise."""
+    sizes = {name: getattr(hf, name) for name in (
+        *NEEDED, "max_position_embeddings", "rms_norm_eps")}
+    bias = getattr(hf, "attention_bias", False)
+    return sizes | dict(
+        num_key_value_heads=hf.num_key_value_heads or hf.num_attention_heads,
+        head_dim=hf.head_dim, tie_word_embeddings=getattr(hf, "tie_word_embeddings", False),
+        qkv_bias=bias, o_bias=bias, mlp_bias=getattr(hf, "mlp_bias", False),
+        windows=_read_windows(hf), activation=_read_activation(hf),
+        attention_scale=getattr(hf, "query_pre_attn_scalar", hf.head_dim) ** -0.5,
+        attention_softcap=getattr(hf, "attn_logit_softcapping", None),
+        logits_softcap=getattr(hf, "final_logit_softcapping", None))
 
 
 def _read_experts(hf: Any) -> dict:
