@@ -95,9 +95,9 @@ class ModelRunner:
         self.device = take_device(config.device, ranks.local_rank if ranks.size > 1 else None)
         self.dtype = getattr(torch, config.dtype)
         self.ops = believed(namespace(config.kernels), self.parts.replaced)
-        self.placement = Placement(
-            self.dtype, self.device, ranks, self.ops,
-            zeros if self.device.type == "cpu" else torch.empty, **self.parts.layers)
+        empty = zeros if self.device.type == "cpu" else torch.empty
+        self.placement = Placement(self.dtype, self.device, ranks, self.ops, empty,
+                                   **self.parts.layers)
         self.kv_cache: KVCache = []
         self.unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
@@ -227,10 +227,11 @@ class ModelRunner:
         the host, nor where ranks have parts of the layers, which hosts hand on. An extra that
         computes sets `enforce_eager`, because nothing in a graph can change but numbers."""
         config, parts = self.config, self.parts
-        can_record = config.on_gpu or self.graph_class is not CudaGraph
-        return (can_record and "graph" not in parts.replaced and not config.enforce_eager
-                and config.kernels == "triton" and parts.decoder is Decoder
-                and parts.finish_later is None)
+        if config.enforce_eager or config.kernels != "triton" or "graph" in parts.replaced:
+            return False
+        has_device = config.on_gpu or self.graph_class is not CudaGraph
+        is_whole = parts.decoder is Decoder and parts.finish_later is None
+        return has_device and is_whole
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
