@@ -41,7 +41,7 @@ from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.progress import say
 from nanoserve.request import Inbox, Request, RequestOutput
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import Sequence, Step
 from nanoserve.tokenizers import Tokenizer
 from nanoserve.turns import Turns
 
@@ -190,13 +190,7 @@ class LLMEngine:
             for tell in self.hooks.scheduled:
                 tell(step)
             if step.num_new_tokens:
-                # A rank stopped inside a step would no longer match the others' collectives.
-                alone = self.runner.ranks.size == 1
-                interruptible = self.turns.interruptible() if alone else nullcontext()
-                with interruptible, self.runner.on_device():
-                    for call in self.hooks.launching:
-                        call(step)
-                    step.output = self.runner.launch(step)
+                self._launch(step)
             in_flight = self.scheduler.in_flight
             if len(in_flight) > self.depth or (in_flight and not step.num_new_tokens):
                 self._take_result()
@@ -213,6 +207,15 @@ class LLMEngine:
         finally:
             self.in_step = False
 
+    def _launch(self, step: Step) -> None:
+        # A rank stopped inside a step would no longer match the others' collectives.
+        is_alone = self.runner.ranks.size == 1
+        interruptible = self.turns.interruptible() if is_alone else nullcontext()
+        with interruptible, self.runner.on_device():
+            for call in self.hooks.launching:
+                call(step)
+            step.output = self.runner.launch(step)
+
     def _take_result(self) -> None:
         """Wait for the oldest step in flight and take its tokens into account. From `update` on
         they count, and Ctrl-C is held until its outputs are in their inboxes."""
@@ -221,15 +224,7 @@ class LLMEngine:
         self._fail(step.failed | step.output.failed)
         self._fail(dict.fromkeys(step.without_token(token_ids),
                                  no_numbers("its logits", self.config.dtype)))
-        for seq, positions in step.prompt_logprob_positions.items():
-            n = len(positions)
-            entries, prompt_logprobs = prompt_logprobs[:n], prompt_logprobs[n:]
-            if seq.finish_reason is not None:
-                continue  # it was aborted meanwhile
-            try:
-                self.requests[seq.request.request_id].history.add_prompt(positions, entries)
-            except FloatingPointError as error:
-                self._fail({seq: no_numbers(error, self.config.dtype)})
+        self._keep_prompt_logprobs(step, prompt_logprobs)
         try:
             self.scheduler.update(step, token_ids)
             for tell in self.hooks.updated:
@@ -242,6 +237,18 @@ class LLMEngine:
             self._collect(step.grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
+
+    def _keep_prompt_logprobs(self, step: Step, entries: list[list]) -> None:
+        """entries: of all positions that the step has scored, one sequence's after another's."""
+        start = 0
+        for seq, positions in step.prompt_logprob_positions.items():
+            own, start = entries[start:start + len(positions)], start + len(positions)
+            if seq.finish_reason is not None:
+                continue  # it was aborted meanwhile
+            try:
+                self.requests[seq.request.request_id].history.add_prompt(positions, own)
+            except FloatingPointError as error:
+                self._fail({seq: no_numbers(error, self.config.dtype)})
 
     def _fail(self, failed: dict[Sequence, str]) -> None:
         """End the requests of these, and no others, with the reason."""
