@@ -192,13 +192,7 @@ class InputProcessor:
         # since, and may change them again while the request runs.
         params = replace(params or self.default_sampling_params())
         text, ids = self.read_prompt(prompt)
-        limit = self.config.max_model_len
-        if len(ids) >= limit:  # with 1,024: a prompt of 1,023 leaves room for one token, 1,024 none
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, and this model's maximum context length is "
-                f"{limit} tokens, prompt and at least one output token together: shorten the "
-                "prompt, or raise max_model_len (and kv_cache_memory_bytes, if the KV cache is "
-                "what limits it)")
+        self._check_length(ids)
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids")
         params.stop_token_ids = [*params.stop_token_ids, *self._stops_that_are_skipped(params)]
@@ -212,12 +206,24 @@ class InputProcessor:
         late_ids = frozenset(i for i in (*params.stop_token_ids, *self._eos_ids())
                              if 0 <= i < vocab_size)
         _check_something_is_left(params, vocab_size, late_ids, bad_word_ids)
-        longest = limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens)
+        longest = self.config.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(ids) + params.max_tokens)
         eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
         return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
                        bad_word_ids, self.tokenizer, lora_request, salt_of(prompt),
                        chat_template=template_of(prompt),
                        stats=RequestStateStats(arrival_time=time.time()))
+
+    def _check_length(self, ids: list[int]) -> None:
+        """With 1,024: a prompt of 1,023 leaves room for one token, 1,024 for none."""
+        limit = self.config.max_model_len
+        if len(ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and this model's maximum context length is "
+                f"{limit} tokens, prompt and at least one output token together: shorten the "
+                "prompt, or raise max_model_len (and kv_cache_memory_bytes, if the KV cache is "
+                "what limits it)")
 
     def check_envelope(self, request_id: str, priority: int) -> None:
         """Check what every kind of request has. (As in vLLM, a priority may be said to an engine
