@@ -78,12 +78,7 @@ def start_ranks(size: int, device: str, serve: Callable[[Ranks], None]) -> Ranks
             raise SystemExit(0)
         return ranks
     check_gpus(device, size, f"tensor_parallel_size={size}")
-    # Port 0: the system picks one that is free, and nobody can take it in between. The socket is
-    # made here because torch's own would listen to the whole network.
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False,
-                          timeout=START_TIMEOUT, master_listen_fd=listener.detach())
+    store, port = make_store()
     all_threads = torch.get_num_threads()
     threads = max(1, all_threads // size)
     children: list[subprocess.Popen] = []
@@ -99,6 +94,16 @@ def start_ranks(size: int, device: str, serve: Callable[[Ranks], None]) -> Ranks
     except BaseException:
         _kill(children)
         raise
+
+
+def make_store() -> tuple[dist.TCPStore, int]:
+    """Where the ranks find each other, and its port: 0 lets the system pick one that is free, and
+    nobody can take it in between. The socket is made here because torch's own would listen to the
+    whole network."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False,
+                         timeout=START_TIMEOUT, master_listen_fd=listener.detach()), port
 
 
 def under_torchrun() -> bool:
