@@ -87,9 +87,9 @@ def run(scheduler: Scheduler, snapshots: Snapshots, rng: random.Random) -> None:
     while scheduler.has_unfinished():
         step = scheduler.schedule()
         snapshots.plan(step)
-        grown = scheduler.update(step, [rng.randrange(1000) for _ in step.sampling])
-        snapshots.updated(step, grown)
-        snapshots.ended([seq for seq in grown if seq.finish_reason])
+        accepted = scheduler.update(step, [rng.randrange(1000) for _ in step.sampling])
+        snapshots.updated(step, accepted)
+        snapshots.ended([seq for seq in accepted if seq.finish_reason])
 
 
 def count() -> None:

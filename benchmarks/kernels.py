@@ -175,8 +175,8 @@ def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 
     logits, heat = torch.zeros(num_rows, 64, dtype=dtype), torch.zeros(offset + num_rows)[offset:]
     numbers = torch.zeros(offset + num_rows, dtype=torch.int64)[offset:]
     top_k = ints(num_rows, offset)
-    floors = kernels.floors(logits, heat, top_k, heat, heat) if filtered else None
-    kernels.draw(logits, heat, numbers, numbers, floors)
+    thresholds = kernels.thresholds(logits, heat, top_k, heat, heat) if filtered else None
+    kernels.draw(logits, heat, numbers, numbers, thresholds)
 
 
 def multiply(dtype: torch.dtype, num_rows: int, size: int, inputs: int = 2048,

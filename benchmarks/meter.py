@@ -52,11 +52,11 @@ class Meter(Extra):
         if step.num_new_tokens:
             self.steps.append(step)
 
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+    def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
         """A token's time is when the engine has it; several of a step, as with drafts, have the
         same one."""
         now = clock.monotonic()
-        for seq, tokens in grown.items():
+        for seq, tokens in accepted.items():
             self.token_times[seq.request.request_id] += [now] * len(tokens)
             self.bar.update(len(tokens))
 

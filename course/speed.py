@@ -54,7 +54,7 @@ class Run:
             if seconds < self.seconds:
                 self.seconds = seconds
                 self.work = [roofline.Work.of(one, llm.model_config.windows) for one in steps]
-                self.num_tokens = sum(len(new) for step in steps for new in step.grown.values())
+                self.num_tokens = sum(len(new) for step in steps for new in step.accepted.values())
                 if self.part != DECODES:
                     self.num_tokens += result["num_prompt_tokens"]
 

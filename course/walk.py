@@ -54,7 +54,7 @@ class Walk(Extra):
         self.step, self.found[f"step {step.index}"] = step, f"{step}\n"
         self.note_sequence(f"sequence {step.index}")
 
-    def updated(self, step, grown):
+    def updated(self, step, accepted):
         self.note_sequence(f"update {step.index}")
 
 

@@ -864,7 +864,7 @@ Floor cut(const float *x, long size, float low, double target, const Weight &wei
 }
 
 template <class T>
-void floors(const T *logits, const float *temperature, const int32_t *top_k, const float *top_p,
+void thresholds(const T *logits, const float *temperature, const int32_t *top_k, const float *top_p,
             const float *min_p, float *out, int32_t *last, long rows, long size) {
     share_out(rows, true, [&](long row) {
         const long k = top_k[row] > 0 && top_k[row] < size ? top_k[row] : 0;
@@ -965,7 +965,7 @@ extern "C" const Function functions[] = {
              f32 states[_states heads key_size size], i64 sources[rows], i64 slots[tokens],
              i32 starts[_ends] -> T out[tokens heads size]),
     FUNCTION(argmax, T logits[rows size] -> i64 out[rows]),
-    FUNCTION(floors, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],
+    FUNCTION(thresholds, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],
              f32 min_p[rows] -> f32 out[rows], i32 last[rows]),
     FUNCTION(draw, T logits[rows size], f32 temperature[rows], i64 seeds[rows],
              i64 positions[rows], f32? floor[rows], i32? last[rows] -> i64 out[rows]),

@@ -22,8 +22,8 @@ from nanoserve.batch import Batch
 from nanoserve.build import functions_of, in_float32, load
 from nanoserve.memory import zeros
 
-__all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
-           "look_up", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
+__all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "thresholds", "linear",
+           "embed", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
            "delta_rule"]  # the last is recurrent_delta.py's
 
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
@@ -62,7 +62,7 @@ def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = No
     return product(x.contiguous(), None, packed, bias)
 
 
-def look_up(ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+def embed(ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     rows = packed.memory[0, ids // PANEL, :, ids % PANEL]  # (n, units)
     return rows.view(packed.dtype)[:, :packed.shape[-1]].contiguous()  # units may be padded
 
@@ -144,11 +144,11 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return LIBRARY.argmax(logits)
 
 
-def floors(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
-           top_p: torch.Tensor, min_p: torch.Tensor) -> ops.Floors:
-    return LIBRARY.floors(logits, temperature, top_k, top_p, min_p)
+def thresholds(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
+           top_p: torch.Tensor, min_p: torch.Tensor) -> ops.Thresholds:
+    return LIBRARY.thresholds(logits, temperature, top_k, top_p, min_p)
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
-         positions: torch.Tensor, floors: ops.Floors | None = None) -> torch.Tensor:
-    return LIBRARY.draw(logits, temperature, seeds, positions, *(floors or (None, None)))
+         positions: torch.Tensor, thresholds: ops.Thresholds | None = None) -> torch.Tensor:
+    return LIBRARY.draw(logits, temperature, seeds, positions, *(thresholds or (None, None)))

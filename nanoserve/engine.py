@@ -228,13 +228,13 @@ class LLMEngine:
         try:
             self.scheduler.update(step, token_ids)
             for tell in self.hooks.updated:
-                tell(step, step.grown)
+                tell(step, step.accepted)
         except BaseException:  # an extra failed; others may not know of the step's end
             for tell in self.hooks.dropped:
                 tell(step)
             raise
         finally:  # tokens that count must reach their caller
-            self._collect(step.grown, step.by_sequence(logprobs))
+            self._collect(step.accepted, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
 
@@ -258,14 +258,14 @@ class LLMEngine:
                 say(why)
                 self._end([self.requests[seq.request.request_id]], why)
 
-    def _collect(self, grown: dict[Sequence, list[int]], logprobs: dict[Sequence, list]) -> None:
+    def _collect(self, accepted: dict[Sequence, list[int]], logprobs: dict[Sequence, list]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
 
         `update` has counted the tokens already, so every caller must get them. If a tokenizer
         fails, only its request ends, and its error is raised after all outputs are handed over.
         """
         errors: list[Exception] = []
-        request_of = {seq: self.requests[seq.request.request_id] for seq in grown}
+        request_of = {seq: self.requests[seq.request.request_id] for seq in accepted}
         for seq, request in request_of.items():
             try:
                 stop_string = request.add_tokens(seq, logprobs.get(seq))
@@ -277,7 +277,7 @@ class LLMEngine:
                 self.scheduler.finish(seq, "stop", stop_string or None,
                                       request.num_read[seq.index])
         self._hand_over(dict.fromkeys(request_of.values()),
-                        [seq for seq in grown if seq.finish_reason is not None])
+                        [seq for seq in accepted if seq.finish_reason is not None])
         if errors:
             raise errors[0]
 

@@ -138,8 +138,8 @@ class Extra:
         is "length"."""
         return False
 
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
-        """Take a finished step into account. grown: the new tokens of each sequence that closed its
+    def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
+        """Take a finished step into account. accepted: the new tokens of each sequence that closed its
         gap; a stop string may still remove the last ones."""
 
     def dropped(self, step: Step) -> None:

@@ -12,7 +12,7 @@ parallelism a rank keeps a share of each matrix only:
 
 `tensors(path)` names these checkpoint tensors, each with a function that copies this rank's share
 of it. The loader checks that each of these functions was called exactly once. When all tensors of a
-decoder's layer have come, it calls `finish_loading`, which packs the weight into the memory layout
+decoder's layer have come, it calls `process_weights_after_loading`, which packs the weight into the memory layout
 that this device multiplies with (`ops.pack`). A weight that will be packed has memory only from its
 first tensor (`make_room`) until it is packed, so a model is never there twice.
 
@@ -89,7 +89,7 @@ class RMSNorm(nn.Module):
     def tensors(self, path: str) -> Tensors:
         yield f"{path}.weight", partial(copy_share, self.weight, Span.whole(len(self.weight)), None)
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         if self.offset:
             self.weight += 1
 
@@ -140,7 +140,7 @@ class Linear(nn.Module):
             self.make_room()
         copy_share(self.weight[here], rows, self.inputs, tensor)
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         self.packed, self.weight = self.ops.pack(self.weight.data), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,24 +182,24 @@ class Embedding(nn.Module):
         columns = Span.whole(self.weight.shape[1])
         yield f"{path}.weight", partial(copy_share, self.weight, self.tokens, columns)
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         if self.tied:
             self.packed, self.weight = self.ops.pack(self.weight.data), None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)"""
         if self.tokens.is_whole:
-            return self.look_up(ids)
+            return self.embed(ids)
         elsewhere = (ids < self.tokens.start) | (ids >= self.tokens.stop)
         local = (ids - self.tokens.start).masked_fill(elsewhere, 0)
-        vectors = self.look_up(local).masked_fill_(elsewhere[:, None], 0)
+        vectors = self.embed(local).masked_fill_(elsewhere[:, None], 0)
         return self.ranks.all_reduce(vectors)
 
-    def look_up(self, rows: torch.Tensor) -> torch.Tensor:
+    def embed(self, rows: torch.Tensor) -> torch.Tensor:
         """The vectors in these rows of the weight."""
         if self.packed is None:
             return F.embedding(rows, self.weight)
-        return self.ops.look_up(rows, self.packed).to(self.dtype)
+        return self.ops.embed(rows, self.packed).to(self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As the LM head: (num_rows, hidden_size) -> (num_rows, tokens that are here), float32"""
@@ -246,7 +246,7 @@ class Experts(nn.Module):
         else:
             copy_share(up if name == "up_proj" else gate, self.inner, hidden, tensor)
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         gate_up, self.gate_up_proj = self.ops.pack(self.gate_up_proj.data), None  # one by one
         self.packed, self.down_proj = (gate_up, self.ops.pack(self.down_proj.data)), None
 

@@ -143,8 +143,8 @@ def block_of(name: str) -> str:
 def finish(modules: Iterable[nn.Module]) -> None:
     """All of their weights are in place: they may pack them, one by one."""
     for module in modules:
-        if hasattr(module, "finish_loading"):
-            module.finish_loading()
+        if hasattr(module, "process_weights_after_loading"):
+            module.process_weights_after_loading()
 
 
 def text_alone(tensors: Tensors, left_out: list[int]) -> Tensors:
@@ -244,8 +244,8 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
                     0, deviation, generator=generator)
                 for part in parameter.view(-1).split(DUMMY_NUMBERS):
                     part.copy_(numbers[:len(part)])
-        if hasattr(module, "finish_loading"):
-            module.finish_loading()
+        if hasattr(module, "process_weights_after_loading"):
+            module.process_weights_after_loading()
 
 
 def stored_tensors(folder: Path, load_format: str = "auto",

@@ -151,36 +151,36 @@ class EngineMetrics(Extra):
                 request, _ = self.open[seq]
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
-        """A step has finished. grown: the new tokens of each sequence, none where it was pooled; a
+    def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
+        """A step has finished. accepted: the new tokens of each sequence, none where it was pooled; a
         stop string may still remove the last ones.
 
         A step's size is vLLM's: its new tokens, first ones included, and the whole prompts that
         they follow, however many steps computed them. A chunk alone makes no observation.
         """
         now, open_ = self.clock(), self.open
-        num_new, before = sum(map(len, grown.values())), self.num_prompt_tokens
+        num_new, before = sum(map(len, accepted.values())), self.num_prompt_tokens
         self.num_generation_tokens += num_new
-        for seq in grown:
+        for seq in accepted:
             request, _ = open_[seq]
             request.last_token_ts = now
             if not request.first_token_ts:
                 request.first_token_ts = now
                 request.first_token_latency = self.wall() - request.arrival_time
                 self.num_prompt_tokens += seq.num_prompt_tokens
-        if grown:
+        if accepted:
             self.histograms["iteration_tokens_total"].observe(
                 num_new + self.num_prompt_tokens - before)
-        self._observe_waits(grown, num_new, now)
+        self._observe_waits(accepted, num_new, now)
 
-    def _observe_waits(self, grown: dict[Sequence, list[int]], num_new: int, now: float) -> None:
+    def _observe_waits(self, accepted: dict[Sequence, list[int]], num_new: int, now: float) -> None:
         """Times between tokens, of all that have waited equally long at once. Mostly these are the
         sequences of the last step, which a comparison of two sets finds out faster than a loop."""
-        waits = {self.latest_at: (len(grown), num_new)}
-        if grown.keys() != self.latest.keys():
+        waits = {self.latest_at: (len(accepted), num_new)}
+        if accepted.keys() != self.latest.keys():
             self.last_token.update((seq, self.latest_at) for seq in self.latest if seq in self.open)
             waits = {}
-            for seq, tokens in grown.items():
+            for seq, tokens in accepted.items():
                 if seq in self.last_token:
                     count, num_new = waits.get(self.last_token[seq], (0, 0))
                     waits[self.last_token[seq]] = count + 1, num_new + len(tokens)
@@ -188,7 +188,7 @@ class EngineMetrics(Extra):
             if num_new:  # none where they were pooled
                 self.histograms["inter_token_latency_seconds"].observe(
                     (now - since) * count / num_new, num_new)
-        self.latest, self.latest_at = grown, now
+        self.latest, self.latest_at = accepted, now
 
     def ended(self, sequences: list[Sequence]) -> None:
         """These sequences have a `finish_reason`. A second call is harmless."""

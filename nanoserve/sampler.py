@@ -1,7 +1,7 @@
 """Logits to tokens, the likeliest or a drawn one, and their logprobs.
 
     logits ─ constraints and penalties ─ temperature ─ min-p, top-k, top-p ─ draw ─► token
-       │              (controls)                            (floors)
+       │              (controls)                            (thresholds)
        └► logprobs: the model's own, before any of these
 
 Invariant: **randomness is a function.** The number that decides a token is computed from the
@@ -201,11 +201,11 @@ def choose_plain(logits: torch.Tensor, batch: Batch, ops: ModuleType,
                  any_filters: bool = True) -> torch.Tensor:
     """`choose` without edits. Each row's parameters are read on the device, so that a CUDA graph of
     this function is right for any batch."""
-    floors = None
+    thresholds = None
     if any_filters:
-        floors = ops.floors(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+        thresholds = ops.thresholds(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
     positions = batch.positions[batch.logits_indices].long() + 1  # the token after position 9: 10
-    return ops.draw(logits, batch.temperature, batch.seeds, positions, floors)
+    return ops.draw(logits, batch.temperature, batch.seeds, positions, thresholds)
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:

@@ -102,7 +102,7 @@ class Scheduler:
         if not step.num_new_tokens:
             self.in_flight.pop()
         assert self.in_flight or step.preempted or (
-            not self.running and (step.sitting_out or not self.waiting)), (
+            not self.running and (step.deferred or not self.waiting)), (
             f"stuck: nothing is scheduled for {[one.name for one in self.running + self.waiting]}")
         return step
 
@@ -116,7 +116,7 @@ class Scheduler:
         block_size, in_stages = self.blocks.block_size, self.config.steps_at_once > 1
         prompts: list[Sequence] = []
         rows = self.running  # `_make_room` may take victims off its end
-        if step.stopped is not None:
+        if step.blocked_on is not None:
             rows = self.running[:-1]  # the last must make way: `_interrupt` waits for it
         for seq in rows:
             start = seq.num_computed_tokens + seq.num_inflight_tokens
@@ -143,17 +143,17 @@ class Scheduler:
         """
         while not self.blocks.allocate(seq, num_tokens):
             num_missing = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
-            step.stopped = seq, "blocks", num_missing
+            step.blocked_on = seq, "blocks", num_missing
             victim = self.running[-1]
             if victim.num_inflight_tokens:
                 return False
             step.preempted[victim] = seq
-            self.start_anew(victim)
+            self.preempt(victim)
             if victim is seq:
                 return False
         return True
 
-    def start_anew(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         """`seq`, which runs and is in no step in flight, waits again with all its tokens."""
         self.running.remove(seq)
         self._retire(seq)
@@ -173,13 +173,13 @@ class Scheduler:
             else:
                 break
         if prompts:
-            step.stopped = prompts[0], "budget", 0
+            step.blocked_on = prompts[0], "budget", 0
 
     def _next_waiting(self, step: Step) -> Sequence | None:
         """The first waiting sequence that does not sit out; None if admission has stopped or no row
         is left. Each one that sits out keeps a free row."""
-        place = len(step.sitting_out)
-        if step.stopped is not None or place >= min(len(self.waiting), len(self.free_rows)):
+        place = len(step.deferred)
+        if step.blocked_on is not None or place >= min(len(self.waiting), len(self.free_rows)):
             return None
         return self.waiting[place]
 
@@ -211,19 +211,19 @@ class Scheduler:
         """
         hits = self.blocks.find_prefix(seq)
         if owner := self._pending(seq, len(hits)):
-            step.sitting_out[seq] = owner
+            step.deferred[seq] = owner
             return
         num_loaded = self.blocks.block_size * sum(
             find(step, seq, len(hits)) for find in self.hooks.find)
         # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
         start = len(hits) * self.blocks.block_size + num_loaded
         num_left = len(seq.token_ids) - start
-        step.stopped = self._what_it_lacks(step, seq, hits, num_left)
-        if step.stopped is not None:
+        step.blocked_on = self._what_it_lacks(step, seq, hits, num_left)
+        if step.blocked_on is not None:
             return
         num_new = self._cut(step, seq, start, min(num_left, step.budget))
         if not num_new:
-            step.stopped = seq, "cut", self.blocks.num_needed(hits, len(seq.token_ids))
+            step.blocked_on = seq, "cut", self.blocks.num_needed(hits, len(seq.token_ids))
             return
         if seq.num_cached_tokens is None:  # a hit after a preemption saves nothing
             seq.num_cached_tokens = start
@@ -233,9 +233,9 @@ class Scheduler:
 
     def _what_it_lacks(self, step: Step, seq: Sequence, hits: list[CacheEntry],
                        num_left: int) -> tuple[Sequence, str, int] | None:
-        """Why a waiting sequence with `num_left` tokens to compute can't start, as `Step.stopped`
+        """Why a waiting sequence with `num_left` tokens to compute can't start, as `Step.blocked_on`
         says it; None if it can."""
-        must_be_whole = step.sitting_out or not self.config.enable_chunked_prefill
+        must_be_whole = step.deferred or not self.config.enable_chunked_prefill
         if num_left > step.budget and must_be_whole:
             return seq, "tokens", num_left
         # There must be room for all its tokens, not only for this chunk: otherwise prompts that
@@ -247,7 +247,7 @@ class Scheduler:
 
     def _start(self, step: Step, seq: Sequence, hits: list[CacheEntry]) -> None:
         """A waiting sequence gets a row, and the blocks of its prefix hit."""
-        del self.waiting[len(step.sitting_out)]
+        del self.waiting[len(step.deferred)]
         insort(self.running, seq, key=self.order)
         step.admitted.append(seq)
         seq.row = self.free_rows.pop()
@@ -327,10 +327,10 @@ class Scheduler:
             if fits or self._pending(seq, len(hits)):  # or it would sit out anyway
                 return
             if last.num_inflight_tokens:
-                step.stopped = last, "step", 0
+                step.blocked_on = last, "step", 0
                 return
             step.preempted[last] = seq
-            self.start_anew(last)
+            self.preempt(last)
 
     # ------------------------------------------------------------- results
 
@@ -353,11 +353,11 @@ class Scheduler:
                 self.blocks.commit(seq)
                 self.blocks.release(seq)
         finally:  # runs even if a hook raised: a sequence must not continue past its stop token
-            for seq in step.grown:
+            for seq in step.accepted:
                 request, newest = seq.request, seq.token_ids[-1]
                 if newest in request.stop_ids or len(seq.token_ids) >= request.max_num_tokens:
                     self._end(seq, newest)
-        return step.grown
+        return step.accepted
 
     def _take_samples(self, step: Step, sampled: list[int | None]) -> None:
         """Append the new tokens, unless their sequence has ended meanwhile."""
@@ -367,7 +367,7 @@ class Scheduler:
                 seq.num_computed_tokens -= len(step.drafts.get(seq, ())) + 1 - len(tokens)
             if seq.finish_reason is None:
                 seq.token_ids += tokens
-                step.grown[seq] = tokens
+                step.accepted[seq] = tokens
 
     def _count_computed(self, step: Step) -> list[Sequence]:
         """Tokens in flight become computed ones. Returns who may have filled a block by that."""

@@ -41,11 +41,11 @@ from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 # These share a layout in memory, or one check.
 TOGETHER = ({"new_cache", "norm_rope_store", "paged_attention"},
-            {"pack", "linear", "look_up", "experts"}, {"rms_norm", "add_rms_norm"},
-            {"argmax", "floors", "draw"})
+            {"pack", "linear", "embed", "experts"}, {"rms_norm", "add_rms_norm"},
+            {"argmax", "thresholds", "draw"})
 # The functions that a check calls, where it is not the one of its name.
-USES = {"rms_norm": ["rms_norm", "add_rms_norm"], "linear": ["pack", "linear", "look_up"],
-        "experts": ["pack", "experts"], "draw": ["argmax", "floors", "draw"],
+USES = {"rms_norm": ["rms_norm", "add_rms_norm"], "linear": ["pack", "linear", "embed"],
+        "experts": ["pack", "experts"], "draw": ["argmax", "thresholds", "draw"],
         "paged_attention": ["new_cache", "norm_rope_store", "paged_attention"]}
 WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
 ROWS = (1, 9, 64)
@@ -246,7 +246,7 @@ def check_products(twin: ModuleType, shapes: Shapes, device: torch.device) -> Co
                ops.linear(x.float(), weight.float(), bias.float()))
         yield (f"logits of {rows}", twin.linear(x, packed, None, torch.float32),
                ops.linear(x.float(), weight.float()))
-    yield "rows", twin.look_up(torch.arange(136, device=device).flip(0), packed), weight.flip(0)
+    yield "rows", twin.embed(torch.arange(136, device=device).flip(0), packed), weight.flip(0)
 
 
 def check_experts(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
@@ -277,7 +277,7 @@ def check_sampling(twin: ModuleType, shapes: Shapes, device: torch.device) -> Co
     heat, top_p, min_p = (torch.full((rows,), x, device=device) for x in (0.5, 0.9, 1e-3))
     top_k = torch.arange(rows, device=device).int() % 40
     yield "argmax", twin.argmax(logits), ops.argmax(logits)
-    yield "filters", *(torch.stack(space.floors(logits, heat, top_k, top_p, min_p))
+    yield "filters", *(torch.stack(space.thresholds(logits, heat, top_k, top_p, min_p))
                        for space in (twin, ops))
     few, many = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device), torch.arange(1000, device=device)
     drawn = twin.draw(few.to(shapes.dtype).repeat(1000, 1), torch.full_like(many, 2).float(),

@@ -163,12 +163,12 @@ class Step:
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
     # Waiting sequence: for whom its next block is computed (itself: it is read from a file).
-    sitting_out: dict[Sequence, Sequence] = field(default_factory=dict)
+    deferred: dict[Sequence, Sequence] = field(default_factory=dict)
     # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
     # "blocks", "budget", "tokens" (budget for all of its tokens at once), "cut" (an extra's
     # `Extra.cut` leaves it none of them), or "step" (it must make way, but a step in flight still
     # computes it). No sequence after it is admitted.
-    stopped: tuple[Sequence, str, int] | None = None
+    blocked_on: tuple[Sequence, str, int] | None = None
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
@@ -177,7 +177,7 @@ class Step:
     # which the extra fills in while it is `launching`. A section that is not here is empty.
     sections: dict[str, dict[Sequence, int]] = field(default_factory=dict)
     # Set by `update`: the new tokens of the sequences that closed their gap.
-    grown: dict[Sequence, list[int]] = field(default_factory=dict)
+    accepted: dict[Sequence, list[int]] = field(default_factory=dict)
     output: object = None  # `sampler.SamplerOutput`, once the step is launched
 
     @property
@@ -204,7 +204,7 @@ class Step:
         samples = iter(sampled)
         for seq in self.sampling:
             drafts = self.drafts.get(seq, [])
-            result[seq] = accepted(list(islice(samples, 1 + len(drafts))), drafts,
+            result[seq] = accepted_tokens(list(islice(samples, 1 + len(drafts))), drafts,
                                    seq.request.stop_ids)
         return result
 
@@ -233,7 +233,7 @@ class Step:
         return " | ".join(parts)
 
 
-def accepted(sampled: list[int | None], drafts: list[int], stop_ids: frozenset[int]) -> list[int]:
+def accepted_tokens(sampled: list[int | None], drafts: list[int], stop_ids: frozenset[int]) -> list[int]:
     """The samples up to the first one that its draft did not predict, or that ends the sequence."""
     tokens: list[int] = []
     for token_id, draft in zip_longest(sampled, drafts):

@@ -1,10 +1,10 @@
-"""Triton kernels that choose a token of each row: `draw`, and `floors`, where filters cut a row.
+"""Triton kernels that choose a token of each row: `draw`, and `thresholds`, where filters cut a row.
 
 Twins of their namesakes in `ops`. A row of 150,000 logits is read in chunks by many programs, and
 no logit is sorted or written:
 
     logits ──► argmax(logits / temperature + Gumbel noise)      a random number for each logit
-    logits ──► bisection for the number from which on the weight reaches k, or p ──► floors
+    logits ──► bisection for the number from which on the weight reaches k, or p ──► thresholds
 
 Invariants: those of kernels_fused. Nothing waits for the device, the same call gives the same bits.
 Random numbers are SplitMix64's, which takes three multiplications a logit; Philox takes forty.
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoserve.ops import Floors
+from nanoserve.ops import Thresholds
 from nanoserve.triton_fused import FMA
 
 SAMPLE_CHUNK, SAMPLE_BLOCK = 8192, 2048  # logits a program looks at, and how many at a time
@@ -51,9 +51,9 @@ def _scaled(logits, ids, vocab_size, heat):
     return x * tl.div_rn(1.0, tl.where(heat == 0, 1.0, heat)) + 0.0
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "seeds", "positions", "floors",
+@triton.jit(do_not_specialize_on_alignment=["temperature", "seeds", "positions", "thresholds",
                                             "last_ids"])
-def _sample_kernel(logits, temperature, seeds, positions, floors, last_ids, scores, tokens, stride,
+def _sample_kernel(logits, temperature, seeds, positions, thresholds, last_ids, scores, tokens, stride,
                    vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """The best score in a chunk of a row, and the lowest id that has it; -1 if it is no number.
 
@@ -74,8 +74,8 @@ def _sample_kernel(logits, temperature, seeds, positions, floors, last_ids, scor
         if heat == 0:
             better = x > best
         else:
-            if floors is not None:
-                floor, last_id = tl.load(floors + row), tl.load(last_ids + row)
+            if thresholds is not None:
+                floor, last_id = tl.load(thresholds + row), tl.load(last_ids + row)
                 x = tl.where((x < floor) | ((x == floor) & (ids > last_id)), float("-inf"), x)
             e = _exponential(key, ids)
             better = tl.exp(x - best) * best_e > e
@@ -90,7 +90,7 @@ def _sample_kernel(logits, temperature, seeds, positions, floors, last_ids, scor
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
-         positions: torch.Tensor, floors: Floors | None = None) -> torch.Tensor:
+         positions: torch.Tensor, thresholds: Thresholds | None = None) -> torch.Tensor:
     """`ops.draw`, by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): argmax(logits /
     temperature + Gumbel noise) is distributed like their softmax.
 
@@ -99,7 +99,7 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
     a seed gives another token on a CPU. (The tests compute the same bits in plain torch.)
     """
     s, vocab_size = logits.shape
-    lowest, last = floors or (None, None)
+    lowest, last = thresholds or (None, None)
     chunks = triton.cdiv(vocab_size, SAMPLE_CHUNK)
     scores = torch.empty(s, chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(s, chunks, dtype=torch.int64, device=logits.device)
@@ -155,7 +155,7 @@ def _search(logits, vocab_size, heat, low, top, target, COUNT: tl.constexpr, BLO
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "log_min_p", "top_k", "top_p"])
-def _find_floors_kernel(logits, temperature, log_min_p, top_k, top_p, floors, last_ids, stride,
+def _find_thresholds_kernel(logits, temperature, log_min_p, top_k, top_p, thresholds, last_ids, stride,
                         vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     heat, floor = tl.load(temperature + row), tl.load(log_min_p + row)
@@ -182,13 +182,13 @@ def _find_floors_kernel(logits, temperature, log_min_p, top_k, top_p, floors, la
                 reached = (equal == 1) & (rank >= needed)
                 last_id = tl.minimum(last_id, tl.min(tl.where(reached, ids, NO_ID), 0))
                 count += tl.sum(equal, 0)
-    tl.store(floors + row, floor)
+    tl.store(thresholds + row, floor)
     tl.store(last_ids + row, last_id)
 
 
-def floors(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
-           top_p: torch.Tensor, min_p: torch.Tensor) -> Floors:
-    """`ops.floors`. The programs of greedy rows and of rows without a filter return at once.
+def thresholds(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
+           top_p: torch.Tensor, min_p: torch.Tensor) -> Thresholds:
+    """`ops.thresholds`. The programs of greedy rows and of rows without a filter return at once.
 
     Known limit: a row is searched by one program, in about 20 passes for top-k and as many for
     top-p. The row stays in the L2 cache.
@@ -196,7 +196,7 @@ def floors(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     s, vocab_size = logits.shape
     lowest = torch.empty(s, dtype=torch.float32, device=logits.device)
     last = torch.empty(s, dtype=torch.int32, device=logits.device)
-    _find_floors_kernel[s,](logits, temperature, min_p.log(), top_k, top_p, lowest, last,
+    _find_thresholds_kernel[s,](logits, temperature, min_p.log(), top_k, top_p, lowest, last,
                             logits.stride(0), vocab_size, FILTER_BLOCK, num_warps=16,
                             **FMA)
     return lowest, last

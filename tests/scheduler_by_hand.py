@@ -47,9 +47,9 @@ def alone(seq: Sequence) -> list[int]:
 
 
 def finish_step(scheduler: Scheduler, step: Step) -> list[Sequence]:
-    grown = scheduler.update(step, [next_token(seq.token_ids) for seq in step.sampling])
+    accepted = scheduler.update(step, [next_token(seq.token_ids) for seq in step.sampling])
     scheduler.check()
-    return grown
+    return accepted
 
 
 def run_step(scheduler: Scheduler, look=lambda step: None) -> Step:

@@ -38,7 +38,7 @@ def test_a_hook_that_fails_is_heard_of_and_changes_no_text(llm, expected, hook):
 
         failing, running = hand_over(llm, **{hook: fail}), set()
         behind = hand_over(llm, launching=running.add, dropped=running.discard,
-                           updated=lambda step, grown: running.discard(step))  # noqa: B023
+                           updated=lambda step, accepted: running.discard(step))  # noqa: B023
         for name, prompt in PROMPTS.items():
             llm.add_request(name, prompt, greedy(12, logprobs=1))
         outs, errors = drain_through(llm, KeyError, llm.scheduler.check)

@@ -44,7 +44,7 @@ def fill(layer: torch.nn.Module, path: str, stored: dict[str, torch.Tensor]) -> 
     """As the loader does it, with a layer that stands alone."""
     for name, copy_into in layer.tensors(path):
         copy_into(stored[name])
-    layer.finish_loading()
+    layer.process_weights_after_loading()
 
 
 # -------------------------------------------------------------- their answers

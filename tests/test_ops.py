@@ -22,8 +22,8 @@ from nanoserve.device import namespace
 from nanoserve.graphs import Size
 from nanoserve.sequence import Step
 
-NAMES = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
-         "look_up", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
+NAMES = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "thresholds", "linear",
+         "embed", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 # How far a result may be from float64's, relative to the largest number: of one rounding.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 CPU = torch.device("cpu")
@@ -109,10 +109,10 @@ def test_linear(ops, dtype, outputs, inputs):
             if rows:
                 close(got, exact)
     ids = torch.tensor([outputs - 1, 0, outputs // 2, 0])
-    rows = ops.look_up(ids, packed)
+    rows = ops.embed(ids, packed)
     assert torch.equal(rows.to(dtype), kept[ids])
     assert rows.is_contiguous()  # as norms and collectives want their input
-    assert ops.look_up(ids[:0], packed).shape == (0, inputs)
+    assert ops.embed(ids[:0], packed).shape == (0, inputs)
 
 
 @pytest.mark.parametrize("size", [8, 31, 100, 1024])
@@ -387,8 +387,8 @@ def test_top_p_is_met_to_a_thousandth(ops, p, vocab_size):
         row[ids[:3]] = torch.tensor([0.55 * two, 0.45 * two, 0.25 * (1 - two)]).double()
         rows.append(row.log().float())
     none = torch.zeros(2)
-    floors, last = ops.floors(torch.stack(rows), none + 1, none.int(), none + p, none)
-    for row, floor, last_id, count in zip(rows, floors, last, (3, 2), strict=True):
+    thresholds, last = ops.thresholds(torch.stack(rows), none + 1, none.int(), none + p, none)
+    for row, floor, last_id, count in zip(rows, thresholds, last, (3, 2), strict=True):
         stays = (row > floor) | (row == floor) & (torch.arange(vocab_size) <= last_id)
         assert set(stays.nonzero()[:, 0].tolist()) == set(ids[:count].tolist())
 
@@ -398,27 +398,27 @@ def test_a_top_p_of_one_takes_nothing_away(ops):
     logits = torch.tensor([[0.0, -30.0, -60.0, -200.0]]).expand(2, -1).contiguous()
     top_k, ones = torch.tensor([0, 3], dtype=torch.int32), torch.ones(2)
     for row, floor, last_id, count in zip(
-            logits, *ops.floors(logits, ones, top_k, ones, 0 * ones), (4, 3), strict=True):
+            logits, *ops.thresholds(logits, ones, top_k, ones, 0 * ones), (4, 3), strict=True):
         assert ((row > floor) | (row == floor) & (torch.arange(4) <= last_id)).sum() == count
 
 
 def test_zeros_of_both_signs_are_equals(ops):
     """Of four equals, .25 each, top-p .6 takes three."""
     logits, ones = torch.tensor([[0.0, -0.0, 0.0, -0.0]]), torch.ones(1)
-    floors, last = ops.floors(logits, ones, ones.int() * 0, 0.6 * ones, 0 * ones)
-    assert (floors, last) == (0, 2)
+    thresholds, last = ops.thresholds(logits, ones, ones.int() * 0, 0.6 * ones, 0 * ones)
+    assert (thresholds, last) == (0, 2)
 
 
 def test_draws_stay_above_the_floor(ops):
-    def draws(s: int, floors) -> set[int]:
+    def draws(s: int, thresholds) -> set[int]:
         return set(ops.draw(logits.expand(s, -1).contiguous(), torch.ones(s), torch.arange(
             s) * 7919 + 12345, torch.arange(s) % 13, tuple(
-                one.expand(s).contiguous() for one in floors)).tolist())
+                one.expand(s).contiguous() for one in thresholds)).tolist())
 
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0, -1.0]])
-    floors = ops.floors(logits, torch.ones(1), torch.tensor([3], dtype=torch.int32),
+    thresholds = ops.thresholds(logits, torch.ones(1), torch.tensor([3], dtype=torch.int32),
                         torch.ones(1), torch.zeros(1))
-    assert draws(300, floors) == {1, 3, 4}
+    assert draws(300, thresholds) == {1, 3, 4}
     only = torch.tensor([3.0]), torch.tensor([1], dtype=torch.int32)  # of two equals the first
     assert draws(50, only) == {1}
 
@@ -443,10 +443,10 @@ def test_rows_that_are_broken_end_nobody_else(ops):
     broken, heats = [1, 2, 3, 5, 6], (torch.ones(8), torch.zeros(8))
 
     def choices() -> torch.Tensor:
-        filters = ops.floors(logits, torch.ones(8), (at % 2 * 40).int(), torch.full((8,), 0.9),
+        filters = ops.thresholds(logits, torch.ones(8), (at % 2 * 40).int(), torch.full((8,), 0.9),
                              torch.full((8,), 0.01))
-        return torch.stack([ops.argmax(logits), *(ops.draw(logits, heat, at * 77, at, floors)
-                                                  for heat in heats for floors in (None, filters))])
+        return torch.stack([ops.argmax(logits), *(ops.draw(logits, heat, at * 77, at, thresholds)
+                                                  for heat in heats for thresholds in (None, filters))])
 
     expected = choices()
     logits[1] = math.nan

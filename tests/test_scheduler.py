@@ -301,7 +301,7 @@ def test_no_step_searches_a_long_queue_that_begins_alike():
     scheduler = make(num_blocks=200, seqs=3)
     seqs = [add(scheduler, [*range(8), 100 + i]) for i in range(51)]
     step = run_step(scheduler)
-    assert rows(step) == {"A": 9} and list(step.sitting_out) == seqs[1:3]
+    assert rows(step) == {"A": 9} and list(step.deferred) == seqs[1:3]
     run(scheduler)
 
 

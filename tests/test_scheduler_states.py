@@ -61,14 +61,14 @@ def test_who_lacks_blocks_is_asked_for_no_chunk():
     assert step.budget == 0 and asked == ["A"]
     step = run_step(scheduler)
     step = run_step(scheduler)
-    assert step.stopped[1:] == ("blocks", 4) and asked == ["A", "A"]
+    assert step.blocked_on[1:] == ("blocks", 4) and asked == ["A", "A"]
 
 
 def test_who_is_told_of_a_lost_step_may_start_its_sequences_anew():
     """A state may hold the step's tokens already, and would take them in twice."""
     scheduler, lost = make_with_states(budget=10, enable_prefix_caching=False), []
     scheduler.hooks.dropped += [lost.append, lambda step: [
-        scheduler.start_anew(seq) for seq in step.num_new_tokens]]
+        scheduler.preempt(seq) for seq in step.num_new_tokens]]
     seq = add(scheduler, 13)
     run_step(scheduler)
     assert seq.num_computed_tokens == 8

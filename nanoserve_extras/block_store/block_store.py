@@ -222,7 +222,7 @@ class BlockStore(Extra):
         """The step is planned: give it its copies of blocks."""
         if step.num_new_tokens:
             self.plan(step)
-        elif step.sitting_out and not self.scheduler.in_flight:
+        elif step.deferred and not self.scheduler.in_flight:
             time.sleep(0.0005)  # there is nothing to do but to read
         for host_ids in self.found.values():
             self.host_blocks.release(host_ids)
@@ -268,7 +268,7 @@ class BlockStore(Extra):
         self.unsaved = later
         return [(entry.block_id, host_id) for host_id, entry in moves.saves.values()]
 
-    def updated(self, step: Step, grown: dict[Sequence, list[int]] | None = None) -> None:
+    def updated(self, step: Step, accepted: dict[Sequence, list[int]] | None = None) -> None:
         """A step has finished: its saves can be found from now on."""
         moves = self.in_flight.pop(step, None)
         if moves is None:

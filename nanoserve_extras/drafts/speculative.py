@@ -84,13 +84,13 @@ class Speculation(Extra):
     def launching(self, step: Step) -> None:
         self.guesser.fill(step)
 
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+    def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
         self.guesser.updated(step)
         for seq, drafts in step.drafts.items():
-            if seq not in grown:
+            if seq not in accepted:
                 continue  # it was aborted meanwhile
             num_right = 0
-            for token_id, draft in zip(grown[seq], drafts, strict=False):
+            for token_id, draft in zip(accepted[seq], drafts, strict=False):
                 if token_id != draft:
                     break
                 self.num_accepted[num_right] += 1

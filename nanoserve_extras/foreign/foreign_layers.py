@@ -81,7 +81,7 @@ class Packed(nn.Module):
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             self.linear.weight = nn.Parameter(whole, requires_grad=False)
         return_freed_memory()  # the last one's: else a network is in memory nearly twice
-        self.linear.finish_loading()
+        self.linear.process_weights_after_loading()
         self.weight = torch.empty(sum(rows.values()), weights[0].shape[1], dtype=on.dtype,
                                   device="meta").as_subclass(Shape)
 
@@ -100,7 +100,7 @@ class PackedExperts(Shape):
         """shape: the parameter's. packed: for each expert a `Packed`."""
         experts = torch.empty(shape, dtype=packed[0].weight.dtype, device="meta").as_subclass(cls)
         experts.grouped = Grouped([one.linear for one in packed])
-        experts.grouped.finish_loading()
+        experts.grouped.process_weights_after_loading()
         return experts
 
     @classmethod

@@ -115,7 +115,7 @@ class ForeignStage:
             layer = network.get_submodule(path)
             if not hasattr(layer, "shelf"):
                 self.disk.take(layer, self.on_disk[path])
-            layer.shelf.finish_loading()
+            layer.shelf.process_weights_after_loading()
 
     def agree(self, architecture: str, reason: str) -> None:
         """Behind the trial on all ranks. Raises `ValueError` on all of them. reason: for which it

@@ -81,7 +81,7 @@ class Shelf(nn.Module):
         self.file, self.maps, self.index = file, list[tuple[mmap.mmap, torch.Tensor]](), index
         self.parts = [part for part in layer.modules() if part is not layer]
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         for part in self.parts:
             if hasattr(part, "packed"):
                 part.packed = self.moved(part.packed)

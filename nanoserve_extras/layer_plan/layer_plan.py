@@ -333,7 +333,7 @@ class LayerPlan(Extra):
             runner.synchronize()
             engine.scheduler.drop_in_flight()
             for seq in [*engine.scheduler.running]:
-                engine.scheduler.start_anew(seq)
+                engine.scheduler.preempt(seq)
             blocks.reset_prefix_cache()
             try:
                 self.rebuild(plan)

@@ -298,7 +298,7 @@ class TokenRows(nn.Module):
             raise ValueError(f"shape {tuple(tensor.shape)} in the file, {expected} expected")
         self.weight.copy_(tensor[self.token_ids.cpu()])
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Every rank has a part of the embedding: they look the rows up together."""
         for embedding in self.tied_to:
             self.weight.copy_(embedding(self.token_ids))

@@ -67,7 +67,7 @@ class Grouped(nn.Module):
         super().__init__()
         self.layers, self.packed = layers, None
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Where one launch is to take all matrices, put them one behind the other."""
         if self.packed is None and hasattr(self.layers[0].kind, "stacked"):
             self.packed = self.layers[0].kind.stacked([layer.packed for layer in self.layers])

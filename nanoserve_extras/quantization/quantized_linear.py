@@ -360,7 +360,7 @@ def library() -> SimpleNamespace:
 
 OPS = SimpleNamespace(
     linear=lambda x, packed, bias=None, out_dtype=None: packed.linear(x, bias, out_dtype),
-    look_up=lambda ids, packed: packed.rows(ids))
+    embed=lambda ids, packed: packed.rows(ids))
 
 
 class QuantisedLinear(Linear):
@@ -393,9 +393,9 @@ class QuantisedLinear(Linear):
             super().fill(here, rows, tensor)
         self.awaited -= 1
         if self.awaited == 0:
-            self.finish_loading()
+            self.process_weights_after_loading()
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Also called when all tensors of the model have come, or were made up."""
         if self.packed is not None:
             return
@@ -432,9 +432,9 @@ class QuantisedEmbedding(Embedding):
         if self.kept is None:
             copy_share(self.weight, self.tokens, columns, tensor)
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         if self.kept is None:
-            super().finish_loading()
+            super().process_weights_after_loading()
         else:
             self.packed, self.weight = self.ops.pack(self.kept, device=self.device), None
             self.kept = None

@@ -101,7 +101,7 @@ class Snapshots(Extra):
         self.free += [one.index for one in self.in_flight.pop(step, {}).values()]
         for seq in step.num_new_tokens:
             if seq.row >= 0:
-                self.scheduler.start_anew(seq)
+                self.scheduler.preempt(seq)
 
     # ------------------------------------------------------ the life of a step
 
@@ -162,10 +162,10 @@ class Snapshots(Extra):
         if entry in self.named and self.named[entry].owner is seq:
             self.evicted(entry)
 
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+    def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
         """The blocks are in the cache whose boundary the step has reached: name its snapshots."""
         for seq, snapshot in self.in_flight.pop(step, {}).items():
-            entry, was_aborted = seq.cache_entry, seq.finish_reason and seq not in grown
+            entry, was_aborted = seq.cache_entry, seq.finish_reason and seq not in accepted
             # None: a collision. Or another sequence has computed it, or its parent, once more. Or
             # the drafts in front of the boundary were wrong.
             if was_aborted or entry is None or entry in self.named or (

@@ -7,7 +7,7 @@
     D stands behind C
 
 The scheduler notes in the step who sat out for whose blocks, who was preempted for whom, and at
-which sequence it stopped for lack of what (`Step.sitting_out`, `Step.preempted`, `Step.stopped`).
+which sequence it stopped for lack of what (`Step.deferred`, `Step.preempted`, `Step.blocked_on`).
 Here the notes become sentences. One waiting sequence is *next in line* and has a reason of its own;
 all that stand behind it wait for that alone.
 
@@ -39,10 +39,10 @@ def explain(scheduler: Scheduler, step: Step) -> Waits:
     waits = Waits()
     if len(step.num_new_tokens) < len(scheduler.running):
         _explain_running(scheduler, step, waits.of)
-    for seq, owner in step.sitting_out.items():
+    for seq, owner in step.deferred.items():
         waits.of[seq] = ("waits for blocks that are being read from the folder" if owner is seq else
                          f"waits for blocks that {owner.name} is computing")
-    line = scheduler.waiting[len(step.sitting_out):]
+    line = scheduler.waiting[len(step.deferred):]
     if line:
         waits.next_in_line = line[0]
         waits.of[line[0]] = _of_next_in_line(scheduler, step, line[0])
@@ -52,7 +52,7 @@ def explain(scheduler: Scheduler, step: Step) -> Waits:
 def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, str]) -> None:
     """Up to the one at which the step stopped only a step in flight can hold a sequence up, or an
     extra (`Extra.cut`)."""
-    stopped, lacks, _ = step.stopped or (None, "", 0)
+    stopped, lacks, _ = step.blocked_on or (None, "", 0)
     reason = ""
     for seq in scheduler.running:
         if seq in step.num_new_tokens:
@@ -68,8 +68,8 @@ def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, s
 
 def _of_next_in_line(scheduler: Scheduler, step: Step, seq: Sequence) -> str:
     """In an order that names what lasts longest first."""
-    stopped, lacks, _ = step.stopped or (None, "", 0)
-    kept = len(step.sitting_out)
+    stopped, lacks, _ = step.blocked_on or (None, "", 0)
+    kept = len(step.deferred)
     if seq in step.preempted:
         return lost_blocks(seq, step.preempted[seq])
     if step.preempted:
@@ -87,7 +87,7 @@ def _of_next_in_line(scheduler: Scheduler, step: Step, seq: Sequence) -> str:
 
 def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     """What the sequence lacks at which the step stopped; of the budget, if it didn't stop early."""
-    seq, lacks, needed = step.stopped or (None, "budget", 0)
+    seq, lacks, needed = step.blocked_on or (None, "budget", 0)
     if lacks == "cut":
         return _of_cut(seq)
     if lacks == "step":
@@ -95,7 +95,7 @@ def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     if lacks == "budget":
         return f"gets no tokens: the budget of {scheduler.max_num_batched_tokens:,} is used up"
     if lacks == "tokens":
-        first = next(iter(step.sitting_out), None)
+        first = next(iter(step.deferred), None)
         budget = step.budget + sum(map(len, step.drafts.values()))
         why = "(enable_chunked_prefill=False)" if first is None else f"to overtake {first.name}"
         return f"needs {many(needed, 'token')} at once {why}, {budget} of the budget are left"

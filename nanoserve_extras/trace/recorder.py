@@ -172,7 +172,7 @@ class Trace(Extra):
         self.frames.append(self.frame_of[step.index])
         self.frame, self.findable, self.is_written = {}, {}, False
 
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+    def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
         frame = self.frame_of.pop(step.index, None)
         if frame is not None:  # also of a full trace: a step in flight when it filled up
             frame["d"] = self._now() - frame["t"]

@@ -234,11 +234,11 @@ class Simulation:
             self.now += self.step_seconds + self.token_seconds * step.num_tokens
             # Any token will do, as long as different requests don't look alike by accident.
             tokens = [1000 + seq.request.arrival for seq in step.sampling]
-            grown = self.scheduler.update(step, tokens)
+            accepted = self.scheduler.update(step, tokens)
             for tell in hooks.updated:
-                tell(step, grown)
+                tell(step, accepted)
             for tell in hooks.ended:
-                tell([seq for seq in grown if seq.finish_reason is not None])
+                tell([seq for seq in accepted if seq.finish_reason is not None])
             self._arrive()
 
     def finish(self) -> None:

@@ -76,7 +76,7 @@ def attention(rows: list[dict]) -> list[dict]:
 def test_every_launch_is_there(report):
     """Each kernel, and attention in each of its phases."""
     tiled = {"_attention_kernel", "_combine_kernel", "_experts_kernel", "_weighted_sum_kernel",
-             "_sample_kernel", "_find_floors_kernel", "_linear_kernel", "_restore_kernel"}
+             "_sample_kernel", "_find_thresholds_kernel", "_linear_kernel", "_restore_kernel"}
     written = {name for module in (
         kernels, kernels_delta, kernels_fused, kernels_sampling) for name in vars(module)
                if name.endswith("_kernel")}
@@ -144,7 +144,7 @@ def test_steps_do_not_make_the_engine_compile():
                 multiply(torch.bfloat16, min(rows, 16), 32)
                 fold(torch.bfloat16, rows, offset)
         programs = [program.asm["ptx"] for program in compiled("sm_90", steps)]
-        # Split decode, combine, prefill; few, combine; norm, RoPE and the cache; floors, samples;
+        # Split decode, combine, prefill; few, combine; norm, RoPE and the cache; thresholds, samples;
         # small weights; the delta rule.
         assert len(programs) == 4 * 10 and len(set(programs)) == 10, len(set(programs))
     """))

@@ -82,5 +82,5 @@ def test_a_rank_without_experts_has_memory_for_none():
     experts = Experts(Ranks(0, 8).share(3), 16, 8, "silu", Placement(torch.float32, CPU))
     for _, fill in experts.tensors("experts"):
         fill(torch.ones(8, 16))
-    experts.finish_loading()
+    experts.process_weights_after_loading()
     assert [(len(one), one.device) for one in experts.packed] == [(0, CPU)] * 2

@@ -46,13 +46,13 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> tor
 
 
 def plain_draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
-               positions: torch.Tensor, floors: ops.Floors | None = None) -> torch.Tensor:
+               positions: torch.Tensor, thresholds: ops.Thresholds | None = None) -> torch.Tensor:
     """The plain twin of `kernels_sampling.draw`: `ops.draw` takes another random number."""
     scaled = logits.float() * (1 / torch.where(temperature == 0, 1.0, temperature))[:, None]
     drawn = scaled
-    if floors is not None:
+    if thresholds is not None:
         ids = torch.arange(logits.shape[1], device=logits.device)
-        floor, last_id = floors[0][:, None], floors[1][:, None]
+        floor, last_id = thresholds[0][:, None], thresholds[1][:, None]
         drawn = scaled.masked_fill((scaled < floor) | (scaled == floor) & (ids > last_id), -INF)
     drawn = drawn + gumbel(seeds, positions, logits.shape[1])
     scores = torch.where(temperature[:, None] == 0, scaled, drawn)
@@ -65,14 +65,14 @@ def plain_draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Ten
 
 def kept_by_kernel(logits: torch.Tensor, heat: list, k: list, p: list, min_p: list) -> torch.Tensor:
     heats, ks, ps, min_ps = (unaligned(x) for x in as_tensors(heat, k, p, min_p))
-    floors = kernels.floors(logits, heats, ks, ps, min_ps)
-    return above(floors, logits.float() * (1 / heats)[:, None])
+    thresholds = kernels.thresholds(logits, heats, ks, ps, min_ps)
+    return above(thresholds, logits.float() * (1 / heats)[:, None])
 
 
 def kept_by_twin(logits: torch.Tensor, heat: list, k: list, p: list, min_p: list) -> torch.Tensor:
-    """The same of `ops.floors`, which divides where the kernel multiplies."""
+    """The same of `ops.thresholds`, which divides where the kernel multiplies."""
     heats, *filters = as_tensors(heat, k, p, min_p)
-    return above(ops.floors(logits, heats, *filters), logits.float() / heats[:, None])
+    return above(ops.thresholds(logits, heats, *filters), logits.float() / heats[:, None])
 
 
 def as_tensors(heat: list, k: list, p: list, min_p: list) -> list[torch.Tensor]:
@@ -81,8 +81,8 @@ def as_tensors(heat: list, k: list, p: list, min_p: list) -> list[torch.Tensor]:
             for values, dtype in zip((heat, k, p, min_p), dtypes, strict=True)]
 
 
-def above(floors: ops.Floors, scaled: torch.Tensor) -> torch.Tensor:
+def above(thresholds: ops.Thresholds, scaled: torch.Tensor) -> torch.Tensor:
     """Which tokens stay, (s, vocab_size) bool."""
-    floor, last_id = floors[0][:, None], floors[1][:, None]
+    floor, last_id = thresholds[0][:, None], thresholds[1][:, None]
     ids = torch.arange(scaled.shape[1], device=scaled.device)
     return ~((scaled < floor) | (scaled == floor) & (ids > last_id))

@@ -325,8 +325,8 @@ def test_filtered_samples():
     heat = torch.tensor([0, 1, .5, 1.5, 1, 1, 1], device=DEVICE)
     min_p, k = torch.zeros(7, device=DEVICE), torch.tensor([5, 5, 0, 20, 2, 2, 0], device=DEVICE)
     p = torch.tensor([.1, 1, .2, .9, .5, .5, .01], device=DEVICE)
-    floors = kernels_sampling.floors(logits, heat, k, p, min_p)
-    got = kernels_sampling.draw(logits, heat, *a_batch(7), floors)
-    assert torch.equal(got, plain_draw(logits, heat, *a_batch(7), floors))
+    thresholds = kernels_sampling.thresholds(logits, heat, k, p, min_p)
+    got = kernels_sampling.draw(logits, heat, *a_batch(7), thresholds)
+    assert torch.equal(got, plain_draw(logits, heat, *a_batch(7), thresholds))
     assert got[0] == logits[0].argmax() and got[4] == got[5] == -1 and got[6] < 60
     assert got[1] in logits[1].topk(5).indices

@@ -241,7 +241,7 @@ def test_an_engine_keeps_to_its_gpu_in_every_thread(dummy, monkeypatch):
 
     monkeypatch.setattr(ModelRunner, "on_device", on_device)
     names = [name for name in ops.__all__ if name not in (
-        "experts", "floors", "look_up", "new_cache")]
+        "experts", "thresholds", "embed", "new_cache")]
     for name in names:
         monkeypatch.setattr(ops, name, seen(name, getattr(ops, name)))
     engine = start(dummy, kernels="torch")

@@ -70,7 +70,7 @@ def stale_cache(qkv, *args):
     (dict(paged_attention=lambda q, k, v, batch, scale, window, *rest: ops.paged_attention(
         q, k, v, batch, scale, None, *rest)), "paged_attention is wrong .1 row, window 5"),
     (dict(argmax=lambda logits: logits.argmin(-1)), "draw is wrong .argmax"),
-    (dict(floors=lambda logits, heat, top_k, top_p, min_p: ops.floors(
+    (dict(thresholds=lambda logits, heat, top_k, top_p, min_p: ops.thresholds(
         logits, heat, top_k * 0, top_p, min_p)), "draw is wrong .filters"),
     (dict(draw=lambda logits, heat, *rest: ops.draw(logits, heat * 0.5, *rest)),
      "draw is wrong .shares")], ids=lambda given: str(*given) if isinstance(given, dict) else "")
@@ -116,12 +116,12 @@ def test_what_shares_a_layout_in_memory_goes_together():
     other = twin(**dict.fromkeys(ops.__all__))
     assert replaced({}, other) == ()
     assert replaced({"act_and_mul": ""}, other) == ("act_and_mul",)
-    assert replaced({"linear": ""}, other) == ("experts", "graph", "linear", "look_up", "pack")
+    assert replaced({"linear": ""}, other) == ("experts", "graph", "linear", "embed", "pack")
     assert replaced({"paged_attention": "", "graph": ""}, other) == (
         "graph", "new_cache", "norm_rope_store", "paged_attention")
     assert replaced({"linear": ""}, twin(experts=None)) == ()  # a GPU's products are torch's
     assert replaced({"experts": "", "linear": ""}, twin(experts=None)) == (
-        "experts", "graph", "linear", "look_up", "pack")
+        "experts", "graph", "linear", "embed", "pack")
     made = believed(twin(linear=None, draw=None), ("linear", "graph"))
     assert made.linear is ops.linear and made.draw is None and not hasattr(made, "graph")
     assert believed(ops, ()) is ops
@@ -172,7 +172,7 @@ def test_an_engine_with_a_broken_twin_writes_the_right_text(checkpoints, trusted
         engine = LLM(checkpoints["mixtral"], dtype="float32", num_gpu_blocks_override=64)
         said = capsys.readouterr().err
         assert "on this machine: linear is wrong (a batch of 1: relative error 1.0e-02)" in said
-        assert "experts, graph, linear, look_up, pack are those of kernels='torch' here" in said
+        assert "experts, graph, linear, embed, pack are those of kernels='torch' here" in said
         assert "nanoserve doctor" in said
         assert engine.runner.ops.linear is ops.linear is engine.runner.placement.ops.linear
         assert engine.runner.ops.paged_attention is trusted.paged_attention
@@ -234,7 +234,7 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(dummy, tr
         with pytest.raises(ValueError, match="GPU.*draw.*start again"):
             untrusted(engine, config, trusted)
     names, [said] = untrusted(engine, config, trusted)
-    assert names == ("argmax", "draw", "floors") and "draw fails (illegal)" in said
+    assert names == ("argmax", "draw", "thresholds") and "draw fails (illegal)" in said
 
 
 def test_a_gpu_is_known_by_what_every_torch_says_of_it(monkeypatch):

@@ -24,7 +24,7 @@ class Steps(Extra):
     """An extra of its own: what the steps say, in plain lists."""
 
     def __init__(self, llm: LLM):
-        self.sizes, self.preempted, self.admitted, self.grown = [], [], [], []
+        self.sizes, self.preempted, self.admitted, self.accepted = [], [], [], []
         llm.add(self)
 
     def scheduled(self, step) -> None:
@@ -32,12 +32,12 @@ class Steps(Extra):
         self.admitted += [(seq.name, seq.num_prompt_tokens, start) for seq, start in zip(
             step.num_new_tokens, step.starts, strict=True) if seq in step.admitted]
 
-    def updated(self, step, grown) -> None:
-        firsts = {seq.request.request_id: seq.num_prompt_tokens for seq in grown
-                  if seq.request.request_id not in self.grown}
-        self.grown += [seq.request.request_id for seq in grown]
-        if grown:  # as vLLM's IterationStats: whole prompts, with their first tokens
-            self.sizes.append(len(grown) + sum(firsts.values()))
+    def updated(self, step, accepted) -> None:
+        firsts = {seq.request.request_id: seq.num_prompt_tokens for seq in accepted
+                  if seq.request.request_id not in self.accepted}
+        self.accepted += [seq.request.request_id for seq in accepted]
+        if accepted:  # as vLLM's IterationStats: whole prompts, with their first tokens
+            self.sizes.append(len(accepted) + sum(firsts.values()))
 
 
 def values(llm: LLM) -> dict:
@@ -73,7 +73,7 @@ def test_the_engines_numbers_are_the_steps(qwen3, overlap):
     assert found["prefix_cache_queries"] == sum(n for n, _ in firsts.values())
     assert found["prefix_cache_hits"] == sum(start for _, start in firsts.values()) > 0
     assert found["num_preemptions"] == len(steps.preempted)
-    assert found["generation_tokens"] == len(steps.grown) == sum(
+    assert found["generation_tokens"] == len(steps.accepted) == sum(
         len(sample.token_ids) for out in outs for sample in out.outputs)
     assert found["prompt_tokens"] == sum(len(out.prompt_token_ids) for out in outs)
     assert (found["request_successstop"], found["request_successlength"],
@@ -88,7 +88,7 @@ def test_the_engines_numbers_are_the_steps(qwen3, overlap):
         m, names = out.metrics, {out.request_id, f"{out.request_id}.0", f"{out.request_id}.1"}
         assert m.num_prompt_tokens == len(out.prompt_token_ids)
         assert m.num_generation_tokens == sum(len(s.token_ids) for s in out.outputs)
-        assert m.num_generation_tokens == steps.grown.count(out.request_id)
+        assert m.num_generation_tokens == steps.accepted.count(out.request_id)
         assert m.num_preemptions == sum(name in names for name in steps.preempted)
         assert m.num_cached_tokens == out.num_cached_tokens
         assert 0 < m.queued_ts <= m.scheduled_ts < m.first_token_ts < m.last_token_ts
@@ -196,8 +196,8 @@ def test_a_sequence_that_pauses_has_waited_since_its_own_last_token():
     one, other = (sequence(name, [1], SamplingParams(max_tokens=9), 0) for name in "ab")
     for seq in (one, other):
         metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats()))
-    for grown in ([one, other], [one], [one], [one, other]):
-        metrics.updated(None, {seq: [7] for seq in grown})
+    for accepted in ([one, other], [one], [one], [one, other]):
+        metrics.updated(None, {seq: [7] for seq in accepted})
     waits = metrics.histograms["inter_token_latency_seconds"].read("")
     assert (waits.count, waits.sum) == (4, 1 + 1 + 1 + 3)
     assert (waits.buckets["1.0"], waits.buckets["2.5"], waits.buckets["5.0"]) == (3, 3, 4)

@@ -50,7 +50,7 @@ class StoredDrive(Drive):
         schedule, update = scheduler.schedule, scheduler.update
         scheduler.schedule = lambda: self.tell(self.store.scheduled, schedule())
         scheduler.update = lambda step, sampled: self.tell(
-            lambda grown: self.store.updated(step, grown), update(step, sampled))
+            lambda accepted: self.store.updated(step, accepted), update(step, sampled))
 
     @staticmethod
     def tell(observer, news):

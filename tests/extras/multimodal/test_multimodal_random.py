@@ -69,7 +69,7 @@ class Pictured:
                 self.seen["within"] += sum(begin < start + count <= last for begin, last in zip(
                     *shown.runs, strict=True))
             self.seen["encoded"] += self.num_encoded
-            self.seen[step.stopped and step.stopped[1]] += 1
+            self.seen[step.blocked_on and step.blocked_on[1]] += 1
             return step
 
         scheduler.schedule = told

@@ -129,7 +129,7 @@ def test_no_more_than_two_matrices_wait_unrounded(load_format, quantization, che
     """In a file that is sorted by names, k_proj waits for q_proj while o_proj comes. Made-up
     weights are made one at a time."""
     most, waiting, kind = 0, set(), QuantisedLinear
-    make_room, finish = kind.make_room, kind.finish_loading
+    make_room, finish = kind.make_room, kind.process_weights_after_loading
 
     def counted(self, *args):
         nonlocal most
@@ -143,7 +143,7 @@ def test_no_more_than_two_matrices_wait_unrounded(load_format, quantization, che
         assert self.weight is None and not self.pieces
 
     monkeypatch.setattr(kind, "make_room", counted)
-    monkeypatch.setattr(kind, "finish_loading", finished)
+    monkeypatch.setattr(kind, "process_weights_after_loading", finished)
     with LLM(checkpoints["qwen3"], **SMALL, quantization=quantization,
              load_format=load_format) as llm:
         assert greedy(llm, 4) and not waiting

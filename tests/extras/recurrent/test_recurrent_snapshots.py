@@ -81,9 +81,9 @@ class StatefulDrive(Drive):
         self.device = StatefulDevice(self.snapshots, scheduler.blocks, None)
 
         def told(step: Step, sampled: list[int | None]) -> dict[Sequence, list[int]]:
-            grown = update(step, sampled)
-            self.snapshots.updated(step, grown)
-            return grown
+            accepted = update(step, sampled)
+            self.snapshots.updated(step, accepted)
+            return accepted
 
         scheduler.update = told
 
