@@ -103,7 +103,7 @@ class Extra:
         return 0
 
     def is_reading(self, seq: Sequence) -> bool:
-        """Return whether further blocks of `seq` will soon be there. Then it sits out this step."""
+        """Return whether further blocks of `seq` will soon be there. Then it is deferred."""
         return False
 
     def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
@@ -139,8 +139,8 @@ class Extra:
         return False
 
     def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
-        """Take a finished step into account. accepted: the new tokens of each sequence that closed its
-        gap; a stop string may still remove the last ones."""
+        """Take a finished step into account. accepted: the new tokens of each sequence that closed
+        its gap; a stop string may still remove the last ones."""
 
     def dropped(self, step: Step) -> None:
         """Forget a step: its tokens are scheduled again. Called after an error or Ctrl-C, mostly

@@ -12,8 +12,8 @@ parallelism a rank keeps a share of each matrix only:
 
 `tensors(path)` names these checkpoint tensors, each with a function that copies this rank's share
 of it. The loader checks that each of these functions was called exactly once. When all tensors of a
-decoder's layer have come, it calls `process_weights_after_loading`, which packs the weight into the memory layout
-that this device multiplies with (`ops.pack`). A weight that will be packed has memory only from its
+decoder's layer have come, it calls `process_weights_after_loading`, which packs the weight into the
+memory layout that this device multiplies with (`ops.pack`). Such a weight has memory only from its
 first tensor (`make_room`) until it is packed, so a model is never there twice.
 
 A Linear is cut by rows or by columns, and the two alternate: see parallel.py. Not known here:

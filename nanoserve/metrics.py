@@ -152,8 +152,8 @@ class EngineMetrics(Extra):
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 
     def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
-        """A step has finished. accepted: the new tokens of each sequence, none where it was pooled; a
-        stop string may still remove the last ones.
+        """A step has finished. accepted: the new tokens of each sequence, none where it was pooled;
+        a stop string may still remove the last ones.
 
         A step's size is vLLM's: its new tokens, first ones included, and the whole prompts that
         they follow, however many steps computed them. A chunk alone makes no observation.

@@ -203,7 +203,8 @@ def choose_plain(logits: torch.Tensor, batch: Batch, ops: ModuleType,
     this function is right for any batch."""
     thresholds = None
     if any_filters:
-        thresholds = ops.thresholds(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+        thresholds = ops.thresholds(logits, batch.temperature, batch.top_k, batch.top_p,
+                                    batch.min_p)
     positions = batch.positions[batch.logits_indices].long() + 1  # the token after position 9: 10
     return ops.draw(logits, batch.temperature, batch.seeds, positions, thresholds)
 

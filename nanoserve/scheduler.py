@@ -176,8 +176,8 @@ class Scheduler:
             step.blocked_on = prompts[0], "budget", 0
 
     def _next_waiting(self, step: Step) -> Sequence | None:
-        """The first waiting sequence that does not sit out; None if admission has stopped or no row
-        is left. Each one that sits out keeps a free row."""
+        """The first waiting sequence that is not deferred; None if admission has stopped or no row
+        is left. Each deferred one reserves a row."""
         place = len(step.deferred)
         if step.blocked_on is not None or place >= min(len(self.waiting), len(self.free_rows)):
             return None
@@ -204,9 +204,9 @@ class Scheduler:
         """Let a waiting sequence run, or note what it lacks: then none after it starts.
 
         One exception: while the next block of `seq` is being computed for another sequence, or
-        read from a file, `seq` *sits out* the step, and hits the block later. Those after it may
-        start only if the step holds all of their tokens: they only decode from then on. A sequence
-        that sits out keeps a free row, so at most `max_num_seqs` do: no step searches a long queue
+        read from a file, `seq` is *deferred*, and hits the block later. Those after it may
+        start only if the step holds all of their tokens: they only decode from then on. A deferred
+        sequence reserves a row, so at most `max_num_seqs` do: no step searches a long queue
         of requests that wait for the same block.
         """
         hits = self.blocks.find_prefix(seq)
@@ -233,8 +233,8 @@ class Scheduler:
 
     def _what_it_lacks(self, step: Step, seq: Sequence, hits: list[CacheEntry],
                        num_left: int) -> tuple[Sequence, str, int] | None:
-        """Why a waiting sequence with `num_left` tokens to compute can't start, as `Step.blocked_on`
-        says it; None if it can."""
+        """Why a waiting sequence with `num_left` tokens to compute can't start, as
+        `Step.blocked_on` says it; None if it can."""
         must_be_whole = step.deferred or not self.config.enable_chunked_prefill
         if num_left > step.budget and must_be_whole:
             return seq, "tokens", num_left
@@ -324,7 +324,7 @@ class Scheduler:
             hits = self.blocks.find_prefix(seq)
             num_needed = self.blocks.num_needed(hits, seq.num_tokens)
             fits = self.free_rows and num_needed <= self.blocks.num_free_blocks
-            if fits or self._pending(seq, len(hits)):  # or it would sit out anyway
+            if fits or self._pending(seq, len(hits)):  # or it would be deferred anyway
                 return
             if last.num_inflight_tokens:
                 step.blocked_on = last, "step", 0

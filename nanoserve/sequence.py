@@ -162,7 +162,8 @@ class Step:
     budget: int = 0  # how many more tokens it may compute
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
-    # Waiting sequence: for whom its next block is computed (itself: it is read from a file).
+    # Deferred sequence: the one that computes its next block (itself, if the block is being read
+    # from a file).
     deferred: dict[Sequence, Sequence] = field(default_factory=dict)
     # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
     # "blocks", "budget", "tokens" (budget for all of its tokens at once), "cut" (an extra's
@@ -204,8 +205,8 @@ class Step:
         samples = iter(sampled)
         for seq in self.sampling:
             drafts = self.drafts.get(seq, [])
-            result[seq] = accepted_tokens(list(islice(samples, 1 + len(drafts))), drafts,
-                                   seq.request.stop_ids)
+            own = list(islice(samples, 1 + len(drafts)))
+            result[seq] = accepted_tokens(own, drafts, seq.request.stop_ids)
         return result
 
     def without_token(self, sampled: list[int | None]) -> list[Sequence]:
@@ -233,7 +234,8 @@ class Step:
         return " | ".join(parts)
 
 
-def accepted_tokens(sampled: list[int | None], drafts: list[int], stop_ids: frozenset[int]) -> list[int]:
+def accepted_tokens(sampled: list[int | None], drafts: list[int],
+                    stop_ids: frozenset[int]) -> list[int]:
     """The samples up to the first one that its draft did not predict, or that ends the sequence."""
     tokens: list[int] = []
     for token_id, draft in zip_longest(sampled, drafts):

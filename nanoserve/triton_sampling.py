@@ -1,4 +1,4 @@
-"""Triton kernels that choose a token of each row: `draw`, and `thresholds`, where filters cut a row.
+"""Triton kernels that choose a token of each row: `draw`, and `thresholds`, where filters cut it.
 
 Twins of their namesakes in `ops`. A row of 150,000 logits is read in chunks by many programs, and
 no logit is sorted or written:
@@ -53,8 +53,8 @@ def _scaled(logits, ids, vocab_size, heat):
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "seeds", "positions", "thresholds",
                                             "last_ids"])
-def _sample_kernel(logits, temperature, seeds, positions, thresholds, last_ids, scores, tokens, stride,
-                   vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _sample_kernel(logits, temperature, seeds, positions, thresholds, last_ids, scores, tokens,
+                   stride, vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """The best score in a chunk of a row, and the lowest id that has it; -1 if it is no number.
 
     A score is x - log(e), x the scaled logit and -log(e) Gumbel noise. x - log(e) > y - log(d) is
@@ -155,8 +155,8 @@ def _search(logits, vocab_size, heat, low, top, target, COUNT: tl.constexpr, BLO
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "log_min_p", "top_k", "top_p"])
-def _find_thresholds_kernel(logits, temperature, log_min_p, top_k, top_p, thresholds, last_ids, stride,
-                        vocab_size, BLOCK: tl.constexpr):
+def _find_thresholds_kernel(logits, temperature, log_min_p, top_k, top_p, thresholds, last_ids,
+                            stride, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     heat, floor = tl.load(temperature + row), tl.load(log_min_p + row)
     k, p = tl.load(top_k + row).to(tl.float32), tl.load(top_p + row)  # exact up to 2^24

@@ -445,8 +445,9 @@ def test_rows_that_are_broken_end_nobody_else(ops):
     def choices() -> torch.Tensor:
         filters = ops.thresholds(logits, torch.ones(8), (at % 2 * 40).int(), torch.full((8,), 0.9),
                              torch.full((8,), 0.01))
-        return torch.stack([ops.argmax(logits), *(ops.draw(logits, heat, at * 77, at, thresholds)
-                                                  for heat in heats for thresholds in (None, filters))])
+        return torch.stack([ops.argmax(logits), *(
+            ops.draw(logits, heat, at * 77, at, thresholds)
+            for heat in heats for thresholds in (None, filters))])
 
     expected = choices()
     logits[1] = math.nan

@@ -109,9 +109,11 @@ def asking(rows: list[SamplingParams], *, seeds=None, positions=None) -> list[Se
 def engine_probs(twin, logits: torch.Tensor, rows: list[SamplingParams]) -> list[list[float]]:
     """Rows through the engine's filters, temperature included."""
     _, batch = sampling_step(asking(rows))
-    thresholds, last_ids = twin.thresholds(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+    lowest, last_ids = twin.thresholds(logits, batch.temperature, batch.top_k, batch.top_p,
+                                       batch.min_p)
     scaled, ids = logits.float() / batch.temperature[:, None], torch.arange(logits.shape[1])
-    keep = (scaled > thresholds[:, None]) | (scaled == thresholds[:, None]) & (ids <= last_ids[:, None])
+    at_edge = (scaled == lowest[:, None]) & (ids <= last_ids[:, None])
+    keep = (scaled > lowest[:, None]) | at_edge
     return scaled.masked_fill(~keep, -math.inf).softmax(-1).tolist()
 
 
@@ -300,7 +302,7 @@ def test_bfloat16_logits_are_sampled_in_float32(twin):
 
 
 def test_what_no_row_asks_for_costs_nothing():
-    """Greedy rows are one argmax, whatever their filters; without filters no thresholds are sought."""
+    """Greedy rows are one argmax, whatever their filters; without filters nothing is sought."""
     refuses = SimpleNamespace(argmax=ops.argmax)
     greedy = asking([SamplingParams(temperature=0, top_k=5, top_p=.5)] * 3)
     assert sampling_inputs(greedy) == SamplingInputs()

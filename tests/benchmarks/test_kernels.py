@@ -144,7 +144,7 @@ def test_steps_do_not_make_the_engine_compile():
                 multiply(torch.bfloat16, min(rows, 16), 32)
                 fold(torch.bfloat16, rows, offset)
         programs = [program.asm["ptx"] for program in compiled("sm_90", steps)]
-        # Split decode, combine, prefill; few, combine; norm, RoPE and the cache; thresholds, samples;
-        # small weights; the delta rule.
+        # Split decode, combine, prefill; few, combine; norm, RoPE and the cache; thresholds,
+        # samples; small weights; the delta rule.
         assert len(programs) == 4 * 10 and len(set(programs)) == 10, len(set(programs))
     """))
