@@ -91,6 +91,7 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
             except ValueError as error:
                 raise ValueError(f"{file}: the tensor {name} can't fill its place in the network "
                                  f"of config.json: {error}") from None
+            places.finish_block_of(known)
         elif known in places.expected or not needs_no_place(name, tensor, config):
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
                              "with this config.json, or comes twice")
@@ -118,8 +119,11 @@ class Places:
         self.num_left = Counter(map(block_of, self.missing))  # of each block
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to its place. A block with which this was the last packs its weights."""
+        """Copy a tensor to its place."""
         self.missing.pop(name)(tensor)
+
+    def finish_block_of(self, name: str) -> None:
+        """A block whose last tensor this was packs its weights."""
         block = block_of(name)
         self.num_left[block] -= 1
         if block and not self.num_left[block]:

@@ -45,7 +45,7 @@ def ops(request):
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
 def dtype(request, ops):
-    if ops.__name__.endswith(".kernels") and request.param is torch.bfloat16:
+    if ops.__name__.endswith(".triton_attention") and request.param is torch.bfloat16:
         pytest.skip("Triton's interpreter computes bfloat16 wrongly")
     return request.param
 
@@ -253,7 +253,7 @@ def test_attention(ops, dtype, case, window, softcap, sinks, image):
     numbers, which must not leak in, not even multiplied by zero. image: all tokens are in images of
     so many, which see each other."""
     shapes = SHAPES if dtype is not torch.float16 else SHAPES[1::2]
-    if ops.__name__.endswith(".kernels"):  # the interpreter is slow: test_kernels has more of it
+    if ops.__name__.endswith(".triton_attention"):  # the interpreter is slow: test_kernels has more of it
         if case != "few" or dtype is not torch.float32:
             return
         shapes = SHAPES[3:4] if window == 30 else SHAPES[:1]
@@ -324,7 +324,7 @@ def test_rows_of_padding_attend_to_nothing(ops):
 def test_norm_rope_store(ops, dtype, shape, tokens, norms):
     """q comes back normalised and turned. What was stored is seen through attention: a query in
     the direction of one key, far away from all others, gets that key's value."""
-    if ops.__name__.endswith(".kernels") and tokens == 40 and shape != SHAPES[0]:
+    if ops.__name__.endswith(".triton_attention") and tokens == 40 and shape != SHAPES[0]:
         pytest.skip("the interpreter is slow: test_kernels has more of it")
     num_heads, num_kv_heads, head_dim, block_size = shape
     qkv = numbers(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)

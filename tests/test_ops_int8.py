@@ -21,7 +21,7 @@ from test_ops import (  # noqa: F401
 def test_attention_to_keys_and_values_in_8_bits(ops, dtype, case):  # noqa: F811
     """With the numbers that the oracle's rule leaves of K and V: each token's head has
     whole numbers up to 127 and a scale. Some heads are all zeros, some tiny, some huge."""
-    is_slow = ops.__name__.endswith(".kernels")  # test_kernels has more of it
+    is_slow = ops.__name__.endswith(".triton_attention")  # test_kernels has more of it
     if is_slow and (case != "few" or dtype is torch.float16):
         pytest.skip("the interpreter is slow")
     for shape in SHAPES[3:4] if is_slow else SHAPES if dtype is not torch.float16 else SHAPES[::2]:
@@ -35,7 +35,7 @@ def test_each_of_many_small_weights_counts(ops, dtype, head_dim):  # noqa: F811
     """One key is looked at, with a value of -1, and 99 others weigh exp(-6) of it each, a fifth in
     all, with values of 1: rounded to 8 bits they were nothing. A latent head has 576 numbers.
     """
-    if ops.__name__.endswith(".kernels") and head_dim > 16:
+    if ops.__name__.endswith(".triton_attention") and head_dim > 16:
         pytest.skip("the interpreter is slow")
     cache = ops.new_cache(7, 16, 1, head_dim, torch.int8, CPU)
     k = torch.ones(100, 1, head_dim)

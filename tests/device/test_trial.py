@@ -116,12 +116,12 @@ def test_what_shares_a_layout_in_memory_goes_together():
     other = twin(**dict.fromkeys(ops.__all__))
     assert replaced({}, other) == ()
     assert replaced({"act_and_mul": ""}, other) == ("act_and_mul",)
-    assert replaced({"linear": ""}, other) == ("experts", "graph", "linear", "embed", "pack")
+    assert replaced({"linear": ""}, other) == ("embed", "experts", "graph", "linear", "pack")
     assert replaced({"paged_attention": "", "graph": ""}, other) == (
         "graph", "new_cache", "norm_rope_store", "paged_attention")
     assert replaced({"linear": ""}, twin(experts=None)) == ()  # a GPU's products are torch's
     assert replaced({"experts": "", "linear": ""}, twin(experts=None)) == (
-        "experts", "graph", "linear", "embed", "pack")
+        "embed", "experts", "graph", "linear", "pack")
     made = believed(twin(linear=None, draw=None), ("linear", "graph"))
     assert made.linear is ops.linear and made.draw is None and not hasattr(made, "graph")
     assert believed(ops, ()) is ops
@@ -172,7 +172,7 @@ def test_an_engine_with_a_broken_twin_writes_the_right_text(checkpoints, trusted
         engine = LLM(checkpoints["mixtral"], dtype="float32", num_gpu_blocks_override=64)
         said = capsys.readouterr().err
         assert "on this machine: linear is wrong (a batch of 1: relative error 1.0e-02)" in said
-        assert "experts, graph, linear, embed, pack are those of kernels='torch' here" in said
+        assert "embed, experts, graph, linear, pack are those of kernels='torch' here" in said
         assert "nanoserve doctor" in said
         assert engine.runner.ops.linear is ops.linear is engine.runner.placement.ops.linear
         assert engine.runner.ops.paged_attention is trusted.paged_attention
