@@ -253,7 +253,7 @@ def test_attention(ops, dtype, case, window, softcap, sinks, image):
     numbers, which must not leak in, not even multiplied by zero. image: all tokens are in images of
     so many, which see each other."""
     shapes = SHAPES if dtype is not torch.float16 else SHAPES[1::2]
-    if ops.__name__.endswith(".triton_attention"):  # the interpreter is slow: test_kernels has more of it
+    if ops.__name__.endswith(".triton_attention"):  # it is slow here: test_kernels has more of it
         if case != "few" or dtype is not torch.float32:
             return
         shapes = SHAPES[3:4] if window == 30 else SHAPES[:1]
