@@ -62,6 +62,10 @@ from nanoserve_extras.tools.verify import BATCHED, NEAR_TIE, run_mode, write_ref
 PACKAGES = ("gguf",)
 DTYPES = ("bfloat16", "float16", "float32")
 BITS = ("int8", "int4")
+# What decides how a file is converted.
+SOURCES = [Path(__file__).with_name(name) for name in (
+    "convert.py", "gguf_entries.py", "gguf_weights.py")]
+SOURCES += [Path(__file__).parent.parent / "quantization" / "quantized_linear.py"]
 LAST = 2 ** 20  # bytes that tell a file's numbers from those of another of its size
 SHARD = 2 ** 28  # bytes of weights that wait to be written
 
@@ -113,9 +117,9 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
 
 def kept(file: Path, quantization: str | None = None, option: str = "model") -> Path:
     """The folder that a file was converted into, or is now. A file of another content, by its size,
-    time and last numbers, is another one; so is it after an upgrade, which may have mended a
-    conversion. quantization: the engine's; its bits are the folder's. option: where the file was
-    named. Raises `ValueError` for what can't be converted."""
+    time and last numbers, is another one; so is it after an upgrade or a change of SOURCES, which
+    may have mended a conversion. quantization: the engine's; its bits are the folder's. option:
+    where the file was named. Raises `ValueError` for what can't be converted."""
     name, cache = f"{option}={str(file)!r}", cache_folder()
     remedy = f"nanoserve convert {file.name} FOLDER, and name the folder"
     bits = quantization if quantization in BITS else None
@@ -126,8 +130,10 @@ def kept(file: Path, quantization: str | None = None, option: str = "model") -> 
     with file.open("rb") as opened:  # archives give all of their files one time
         opened.seek(-min(status.st_size, LAST), SEEK_END)
         last = opened.read()
-    about = digest(last + repr((status.st_size, status.st_mtime_ns, transformers.__version__,
-                                nanoserve.__version__)).encode())
+    converter = b"".join(source.read_bytes() for source in SOURCES)
+    versions = transformers.__version__, nanoserve.__version__
+    content = repr((status.st_size, status.st_mtime_ns, *versions)).encode()
+    about = digest(converter + last + content)
     folder = cache / "gguf" / f"{file.stem}{f'-{bits}' if bits else ''}-{about}"
     if not folder.exists():
         say(f"{file.name} is converted into {folder}, once. For another dtype or place: {remedy}")

@@ -307,6 +307,10 @@ def test_a_gguf_file_is_a_model_and_is_converted_once(made, tmp_path, monkeypatc
     os.utime(file, ns=(time, time))
     assert texts(file) != expected
     assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 3
+    (tmp_path / "mended.py").write_text("another converter")
+    monkeypatch.setattr(convert, "SOURCES", [tmp_path / "mended.py"])
+    texts(file)
+    assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 4
 
 
 def test_a_gguf_file_that_can_not_be_converted_is_named(tmp_path, monkeypatch):
