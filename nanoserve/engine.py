@@ -222,8 +222,8 @@ class LLMEngine:
         step = self.scheduler.in_flight[0]
         token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
         self._fail(step.failed | step.output.failed)
-        self._fail(dict.fromkeys(step.without_token(token_ids),
-                                 no_numbers("its logits", self.config.dtype)))
+        if without_token := step.without_token(token_ids):
+            self._fail(dict.fromkeys(without_token, no_numbers("its logits", self.config.dtype)))
         self._keep_prompt_logprobs(step, prompt_logprobs)
         try:
             self.scheduler.update(step, token_ids)
