@@ -281,7 +281,7 @@ def test_the_start_up_line_names_what_multiplies():
 
 HERE = Path(__file__).parent
 ORACLES = [str(HERE.parent / name) for name in (
-    "test_ops.py", "test_ops_int8.py", "test_ops_delta_rule.py")]
+    "test_ops.py", "test_ops_sampling.py", "test_ops_int8.py", "test_ops_delta_rule.py")]
 
 
 # Their library is another one, which has no tests where the extras are deleted.
