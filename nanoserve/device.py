@@ -24,10 +24,14 @@ import torch
 
 from nanoserve import ops
 from nanoserve.config import EngineConfig
+from nanoserve.model_config import ModelConfig
 
 BFLOAT16 = (8, 0)  # the first compute capability with bfloat16
-# Networks whose residual stream outgrows float16, as their makers or vLLM say.
-OVERFLOW = ("Gemma2", "Gemma3", "Glm4For", "Plamo2")
+# What can take the place of a dtype, the best first, and what that costs.
+COSTS = {"bfloat16": "", "float16": ", whose range is smaller", "float32": ", which is slower"}
+# Text networks whose residual stream outgrows float16, as their makers or vLLM say. Gemma 3n's does
+# not: only its tower for images does, which is not run.
+OVERFLOW = ("gemma2", "gemma3_text", "glm4", "plamo2")
 
 
 def pick_device(device: str) -> str:
@@ -102,27 +106,17 @@ def namespace(kernels: str) -> ModuleType:
 
 
 def fit_to_device(config: EngineConfig, asked: EngineConfig,
-                  architecture: str = "") -> tuple[EngineConfig, list[str]]:
+                  model: ModelConfig) -> tuple[EngineConfig, list[str]]:
     """Adapt a resolved config to this machine and to the range of its dtype; also returns a message
     for each change. Raises `ValueError` where the user asked for what isn't there."""
     said: list[str] = []
     if asked.device == "auto" and config.device == "cpu" and (reason := why_unusable("auto")):
         said.append(f"{reason}. The CPU takes its place, which is slower")
-    overflows = architecture.startswith(OVERFLOW)
-    if config.dtype == "float16" and overflows:
-        why = f"the numbers of {architecture} overflow in float16, which ends at 65,504"
+    instead, why = _dtype_that_works(config, model)
+    if instead != config.dtype:
         if asked.dtype != "auto":
-            raise ValueError(f'dtype="float16", but {why}: use "bfloat16" or "float32"')
-        said.append(f"{why}: bfloat16 takes its place")
-        config = replace(config, dtype="bfloat16")
-    if config.on_gpu and config.dtype == "bfloat16" and (
-            torch.cuda.get_device_capability(config.device) < BFLOAT16):
-        name = torch.cuda.get_device_name(config.device)
-        instead, why = ("float32", "which is slower") if overflows else (
-            "float16", "whose range is smaller")
-        if asked.dtype != "auto":
-            raise ValueError(f'dtype="bfloat16", but {name} has no bfloat16: use "{instead}"')
-        said.append(f"{name} has no bfloat16: {instead} takes its place, {why}")
+            raise ValueError(f'dtype="{config.dtype}", but {why}: use "{instead}"')
+        said.append(f"{why}: {instead} takes its place{COSTS[instead]}")
         config = replace(config, dtype=instead)
     reason, instead = _what_is_missing(config)
     if reason and asked.kernels != "auto":
@@ -132,6 +126,20 @@ def fit_to_device(config: EngineConfig, asked: EngineConfig,
         said.append(f"{shorten(reason, 500)}. kernels={instead!r} takes its place, which is slower")
         config = replace(config, kernels=instead)
     return config, said
+
+
+def _dtype_that_works(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
+    """The dtype itself, or the best one that this network and this device can use, and why."""
+    if config.dtype == "float32":
+        return "float32", ""
+    reasons = {}
+    if model.text_type in OVERFLOW:
+        reasons["float16"] = (f"the numbers of {model.architecture} overflow in float16, which "
+                              "ends at 65,504")
+    if config.on_gpu and torch.cuda.get_device_capability(config.device) < BFLOAT16:
+        reasons["bfloat16"] = f"{torch.cuda.get_device_name(config.device)} has no bfloat16"
+    dtypes = [config.dtype, *COSTS]
+    return next(dtype for dtype in dtypes if dtype not in reasons), " and ".join(reasons.values())
 
 
 def _what_is_missing(config: EngineConfig) -> tuple[str, str]:

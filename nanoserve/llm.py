@@ -131,7 +131,7 @@ class LLM(LLMEngine):
         model = self.model_config
         config = resolve(asked, pick_device(asked.device), model, facts)
         take_gpu(config.num_ranks, config.device)
-        config, said = fit_to_device(config, asked, model.architecture)
+        config, said = fit_to_device(config, asked, model)
         say(*said)
         check_shares(config.tensor_parallel_size, model.num_attention_heads,
                      model.num_key_value_heads)

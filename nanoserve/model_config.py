@@ -210,6 +210,7 @@ class ModelConfig:
     """One decoder-only network, as flags and sizes. Read it with `from_folder` or `from_dict`."""
 
     architecture: str
+    text_type: str = ""  # transformers' model_type of the text network, a wrapping's inner one
     pools: bool = False  # made for pooling and not for generating, as far as its files tell
     has_towers: bool = False  # for images or sound: a wrapping, of which only the text is run
     sees: bool = False  # a wrapping whose tower for images is run as well
@@ -293,7 +294,7 @@ class ModelConfig:
         hf, rope, rope_local = _read_by_transformers(kind, entries)
         generation = generation or {}
         return _checked(cls(
-            architecture=architecture, has_towers=architecture in WRAPPINGS,
+            architecture=architecture, text_type=kind, has_towers=architecture in WRAPPINGS,
             pools=not architecture.endswith(("ForCausalLM", "ForConditionalGeneration")),
             rope=rope, rope_local=rope_local, **_read_network(hf) | flags, **_read_experts(hf),
             dtype=read_dtype(config), eos_token_ids=read_eos(config, generation),

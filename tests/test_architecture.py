@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "triton_attention": ["batch", "ops", "triton_delta", "triton_fused", "triton_sampling"],
     "graphs": ["batch", "config", "sequence"],
     "self_test": ["batch", "build", "config", "graphs", "memory", "ops", "sequence"],
-    "device": ["config", "cpu", "ops", "triton_attention"],
+    "device": ["config", "cpu", "model_config", "ops", "triton_attention"],
     "parallel": [],
     "processes": ["parallel", "turns"],
     "loader": ["model_config", "wrappings"],

@@ -425,7 +425,8 @@ def describe(architecture: str, outer: transformers.PreTrainedConfig,
     heads, hidden, layers = (size(name) for name in (
         "num_attention_heads", "hidden_size", "num_hidden_layers"))
     return ModelConfig(
-        architecture=architecture, has_towers=hf_config is not outer and not sees, sees=sees,
+        architecture=architecture, text_type=hf_config.model_type,
+        has_towers=hf_config is not outer and not sees, sees=sees,
         vocab_size=size("vocab_size"), hidden_size=hidden,
         num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=size("num_key_value_heads", heads),

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         folder = find_folder(args.model, weights=False)
         asked, model, _ = read_model(asked, folder)
         config = resolve(asked, pick_device(asked.device), model)
-        config, said = fit_to_device(config, asked, model.architecture)
+        config, said = fit_to_device(config, asked, model)
     except ValueError as error:
         print(f"nanoserve doctor: {error}", file=sys.stderr)
         return 1
