@@ -176,7 +176,7 @@ def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 
     numbers = torch.zeros(offset + num_rows, dtype=torch.int64)[offset:]
     top_k = ints(num_rows, offset)
     thresholds = kernels.thresholds(logits, heat, top_k, heat, heat) if filtered else None
-    kernels.draw(logits, heat, numbers, numbers, thresholds)
+    kernels.sample_tokens(logits, heat, numbers, numbers, thresholds)
 
 
 def multiply(dtype: torch.dtype, num_rows: int, size: int, inputs: int = 2048,

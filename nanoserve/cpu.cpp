@@ -1,4 +1,4 @@
-// The compiled twin of nanoserve/ops.py for CPUs: the same functions, in one file of plain C++.
+// The compiled backend of nanoserve/ops.py for CPUs: the same functions, in one file of plain C++.
 //
 // One loop multiplies everything: `multiply` below. Its right-hand side lies in *panels*. A panel
 // is 16 outputs wide and as long as there are inputs; 16 outputs of one *unit* are neighbours, one
@@ -305,7 +305,7 @@ template <class T> constexpr auto wide_product = product<T, float>;  // sums are
 
 // weight (outputs, inputs) into panels, for each of `count` matrices.
 template <class T>
-void pack(const T *weight, uint32_t *out, long count, long outputs, long inputs, long panels,
+void prepack(const T *weight, uint32_t *out, long count, long outputs, long inputs, long panels,
           long units) {
     share_out(count * panels, true, [&](long p) {
         for (long o = 0; o < PANEL; o++) {
@@ -906,7 +906,7 @@ constexpr long PART = 256;  // tokens whose weights are summed up, so that not a
 
 // By inverse CDF: the first token whose cumulated weight exceeds the row's random number.
 template <class T>
-void draw(const T *logits, const float *temperature, const int64_t *seeds, const int64_t *positions,
+void sample_tokens(const T *logits, const float *temperature, const int64_t *seeds, const int64_t *positions,
           const float *floor, const int32_t *last, int64_t *out, long rows, long size) {
     argmax(logits, out, rows, size);
     share_out(rows, rows * size > 8192, [&](long row) {
@@ -940,7 +940,7 @@ void draw(const T *logits, const float *temperature, const int64_t *seeds, const
 
 extern "C" const char *const multiplies[] = {NAME, HAS_TILES ? tiles::NAME : NAME_OF_BFLOAT16};
 extern "C" const Function functions[] = {
-    FUNCTION(pack, T weight[count outputs inputs], i32 packed[count panels units _lanes]),
+    FUNCTION(prepack, T weight[count outputs inputs], i32 packed[count panels units _lanes]),
     FUNCTION(product, T x[rows inputs], i64? at[rows], panels weight[outputs inputs],
              T? bias[outputs] -> T out[rows outputs]),
     FUNCTION(wide_product, T x[rows inputs], i64? at[rows], panels weight[outputs inputs],
@@ -967,6 +967,6 @@ extern "C" const Function functions[] = {
     FUNCTION(argmax, T logits[rows size] -> i64 out[rows]),
     FUNCTION(thresholds, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],
              f32 min_p[rows] -> f32 out[rows], i32 last[rows]),
-    FUNCTION(draw, T logits[rows size], f32 temperature[rows], i64 seeds[rows],
+    FUNCTION(sample_tokens, T logits[rows size], f32 temperature[rows], i64 seeds[rows],
              i64 positions[rows], f32? floor[rows], i32? last[rows] -> i64 out[rows]),
     {}};

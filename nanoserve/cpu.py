@@ -1,10 +1,10 @@
-"""The CPU's namespace: `ops`, compiled. What each function means is written there.
+"""The CPU's backend: `ops`, compiled. What each function means is written there.
 
 cpu.cpp computes, and says what its functions take. library.py checks the arguments, makes
 room for the results, and calls. This file adds what the library can't know: packed weights, the
 cache, and sizes that no argument has by itself.
 
-    weight (outputs, inputs) ─ pack ─► panels
+    weight (outputs, inputs) ─ prepack ─► panels
     x (rows, inputs), panels ─ linear ─► (rows, outputs)
 
 Importing this module compiles the library if need be, and raises `BuildError` where that can't be
@@ -22,8 +22,9 @@ from nanoserve.batch import Batch
 from nanoserve.build import functions_of, in_float32, load
 from nanoserve.memory import zeros
 
-__all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "thresholds", "linear",
-           "embed", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
+__all__ = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", "thresholds",
+           "linear", "embed", "new_cache", "norm_rope_store", "prepack", "paged_attention",
+           "rms_norm",
            "delta_rule"]  # the last is recurrent_delta.py's
 
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
@@ -46,13 +47,13 @@ def multiplies(dtype: torch.dtype) -> str:
     return (of_bfloat16 if dtype == torch.bfloat16 else of_others).decode()
 
 
-def pack(weight: torch.Tensor) -> PackedWeight:
+def prepack(weight: torch.Tensor) -> PackedWeight:
     weight = in_float32(weight).contiguous()
     *count, outputs, inputs = weight.shape
     # 32-bit units, rounded up to half a matrix tile of 8 (matrix_tiles.h): 33 floats take 40.
     units = -(-inputs * weight.itemsize // 4 // 8) * 8
     memory = zeros(prod(count), -(-outputs // PANEL), units, PANEL, dtype=torch.int32)
-    LIBRARY.pack(weight.view(prod(count), outputs, inputs), memory)
+    LIBRARY.prepack(weight.view(prod(count), outputs, inputs), memory)
     return PackedWeight(memory, tuple(weight.shape), weight.dtype)
 
 
@@ -149,6 +150,7 @@ def thresholds(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Ten
     return LIBRARY.thresholds(logits, temperature, top_k, top_p, min_p)
 
 
-def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
+def sample_tokens(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
          positions: torch.Tensor, thresholds: ops.Thresholds | None = None) -> torch.Tensor:
-    return LIBRARY.draw(logits, temperature, seeds, positions, *(thresholds or (None, None)))
+    low, last = thresholds or (None, None)
+    return LIBRARY.sample_tokens(logits, temperature, seeds, positions, low, last)

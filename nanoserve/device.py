@@ -5,7 +5,7 @@
     dtype="auto"     a GPU without bfloat16           float16, or float32 where that overflows
     kernels="auto"   a GPU from 7.5 on, and triton    "triton"
                      another GPU, or a kernel fails   "torch", the specification itself
-                     a CPU and a compiler             "cpu", the compiled twin
+                     a CPU and a compiler             "cpu", the compiled backend
                      a CPU without a compiler         "torch", which is slower
 
 Invariant: a slow path is never silent. A slower choice that the user left open is reported on
@@ -93,8 +93,8 @@ def _why_unseen() -> str:
     return f"{where}CUDA finds none (nvidia-smi and CUDA_VISIBLE_DEVICES may tell why)"
 
 
-def namespace(kernels: str) -> ModuleType:
-    """`ops`, or the twin of it that `kernels` names. A twin is imported late, because it needs a
+def load_backend(kernels: str) -> ModuleType:
+    """`ops`, or the backend that `kernels` names. A backend is imported late, because it needs a
     compiler, or triton, which exists for Linux only. Raises `ImportError` where this is missing."""
     if kernels == "triton":
         from nanoserve import triton_attention as triton_kernels
@@ -148,13 +148,13 @@ def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
         if config.on_gpu:
             return "these kernels are for CPUs and the device is a GPU", "triton"
         try:
-            namespace("cpu")
+            load_backend("cpu")
         except ImportError as error:
             return str(error), "torch"
     if config.kernels != "triton":
         return "", ""
     try:
-        interpreted = namespace("triton").INTERPRETED
+        interpreted = load_backend("triton").INTERPRETED
     except ImportError as error:
         return f"triton can't be imported ({error})", "torch"
     if config.on_gpu and interpreted:
@@ -175,7 +175,7 @@ def first_kernel(device: str) -> str:
     x, weight = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 2, 32)
     try:
         with torch.cuda.device(device):
-            got = namespace("triton").rms_norm(x.to(device), weight.to(device), 1e-6).cpu()
+            got = load_backend("triton").rms_norm(x.to(device), weight.to(device), 1e-6).cpu()
     except Exception as error:  # a compiler's, Triton's or the driver's
         why = f"{type(error).__name__}: {shorten(str(error), 200)}"
         return (f"Triton can't launch a kernel ({why}; it needs a C compiler, Python's headers and "
@@ -195,7 +195,7 @@ def describe(config: EngineConfig, runner: Any, num_blocks: int, network: str = 
     if runner.device.type == "cuda":
         device = f"cuda ({torch.cuda.get_device_name(runner.device)})"
     elif c.kernels == "cpu":
-        device = f"cpu ({namespace('cpu').multiplies(getattr(torch, c.dtype))})"
+        device = f"cpu ({load_backend('cpu').multiplies(getattr(torch, c.dtype))})"
     elif c.kernels != "triton":
         device = "cpu"
     ranks = f" on {runner.ranks.size} ranks" if runner.ranks.size > 1 else ""

@@ -13,8 +13,8 @@ parallelism a rank keeps a share of each matrix only:
 `tensors(path)` names these checkpoint tensors, each with a function that copies this rank's share
 of it. The loader checks that each of these functions was called exactly once. When all tensors of a
 decoder's layer have come, it calls `process_weights_after_loading`, which packs the weight into the
-memory layout that this device multiplies with (`ops.pack`). Such a weight has memory only from its
-first tensor (`make_room`) until it is packed, so a model is never there twice.
+memory layout that this device multiplies with (`ops.prepack`). Such a weight has memory only from
+its first tensor (`make_room`) until it is packed, so a model is never there twice.
 
 A Linear is cut by rows or by columns, and the two alternate: see parallel.py. Not known here:
 files, the order of layers, the KV cache. Road not taken: `nn.Linear` and `nn.Embedding`, which
@@ -32,7 +32,7 @@ from torch import nn
 
 from nanoserve import ops
 from nanoserve.model_config import Rope
-from nanoserve.parallel import SOLO, Ranks, Span, copy_share
+from nanoserve.parallel import SOLO, Ranks, Slice, copy_share
 
 Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` of any layer
 
@@ -49,7 +49,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks = SOLO
-    ops: ModuleType = ops  # or one of its twins, which have the same functions
+    ops: ModuleType = ops  # or one of its backends, which have the same functions
     empty: Callable[..., torch.Tensor] = torch.empty
     linear: Callable[..., "Linear"] = field(default_factory=lambda: Linear)
     embedding: Callable[..., "Embedding"] = field(default_factory=lambda: Embedding)
@@ -87,7 +87,8 @@ class RMSNorm(nn.Module):
         self.neutral = 0 if offset else 1  # a random model's weight: see `load_dummy_weights`
 
     def tensors(self, path: str) -> Tensors:
-        yield f"{path}.weight", partial(copy_share, self.weight, Span.whole(len(self.weight)), None)
+        rows = Slice.whole(len(self.weight))
+        yield f"{path}.weight", partial(copy_share, self.weight, rows, None)
 
     def process_weights_after_loading(self) -> None:
         if self.offset:
@@ -106,14 +107,14 @@ class Linear(nn.Module):
     """x @ weight.T + bias. The rows of its weight are those of several checkpoint matrices.
 
     inputs: this rank's columns. matrices: the checkpoint's names in order, each with this rank's
-    rows, e.g. {"q_proj": Span(32, 64, 64), ...}. A plain number means all of them.
+    rows, e.g. {"q_proj": Slice(32, 64, 64), ...}. A plain number means all of them.
     """
 
-    def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
+    def __init__(self, inputs: Slice | int, matrices: dict[str, Slice | int], bias: bool,
                  on: Placement):
         super().__init__()
-        self.inputs, self.ranks, self.ops = Span.of(inputs), on.ranks, on.ops
-        self.matrices = {name: Span.of(rows) for name, rows in matrices.items()}
+        self.inputs, self.ranks, self.ops = Slice.of(inputs), on.ranks, on.ops
+        self.matrices = {name: Slice.of(rows) for name, rows in matrices.items()}
         size = sum(rows.size for rows in self.matrices.values())
         self.on, self.weight = on, on.shape(size, self.inputs.size)
         self.bias = on.weight(size) if bias else None
@@ -134,14 +135,14 @@ class Linear(nn.Module):
         """Allocate the weight as it is until it is packed. dtype: a wider one where that rounds."""
         self.weight = self.on.weight(*self.weight.shape, dtype=dtype)
 
-    def fill(self, here: slice, rows: Span, tensor: torch.Tensor) -> None:
+    def fill(self, here: slice, rows: Slice, tensor: torch.Tensor) -> None:
         """Copy this rank's share of one checkpoint matrix into the rows `here` of the weight."""
         if self.weight.is_meta:
             self.make_room()
         copy_share(self.weight[here], rows, self.inputs, tensor)
 
     def process_weights_after_loading(self) -> None:
-        self.packed, self.weight = self.ops.pack(self.weight.data), None
+        self.packed, self.weight = self.ops.prepack(self.weight.data), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(num_tokens, inputs) -> (num_tokens, outputs)"""
@@ -172,19 +173,19 @@ class Embedding(nn.Module):
     are summed. A tied weight is packed, and looked up there, so that it is there once.
     """
 
-    def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False):
+    def __init__(self, tokens: Slice, hidden_size: int, on: Placement, tied: bool = False):
         super().__init__()
         self.tokens, self.ranks, self.ops, self.tied = tokens, on.ranks, on.ops, tied
         self.weight, self.dtype = on.weight(tokens.size, hidden_size), on.dtype
         self.packed: torch.Tensor | None = None  # takes the place of a tied weight
 
     def tensors(self, path: str) -> Tensors:
-        columns = Span.whole(self.weight.shape[1])
+        columns = Slice.whole(self.weight.shape[1])
         yield f"{path}.weight", partial(copy_share, self.weight, self.tokens, columns)
 
     def process_weights_after_loading(self) -> None:
         if self.tied:
-            self.packed, self.weight = self.ops.pack(self.weight.data), None
+            self.packed, self.weight = self.ops.prepack(self.weight.data), None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)"""
@@ -213,10 +214,10 @@ class Experts(nn.Module):
     expert's width. One of the two is whole: see `MoE`.
     """
 
-    def __init__(self, experts: Span | int, hidden_size: int, inner: Span | int, activation: str,
+    def __init__(self, experts: Slice | int, hidden_size: int, inner: Slice | int, activation: str,
                  on: Placement):
         super().__init__()
-        self.experts, self.inner = Span.of(experts), Span.of(inner)
+        self.experts, self.inner = Slice.of(experts), Slice.of(inner)
         self.activation, self.ops = activation, on.ops
         count, width = self.experts.size, self.inner.size
         self.on, self.gate_up_proj = on, on.shape(count, 2 * width, hidden_size)
@@ -239,7 +240,7 @@ class Experts(nn.Module):
             self.make_room()
         if not 0 <= i < self.experts.size:
             return
-        hidden, width = Span.whole(self.down_proj.shape[1]), self.inner.size
+        hidden, width = Slice.whole(self.down_proj.shape[1]), self.inner.size
         gate, up = self.gate_up_proj[i].split(width)
         if name == "down_proj":
             copy_share(self.down_proj[i], hidden, self.inner, tensor)
@@ -247,8 +248,8 @@ class Experts(nn.Module):
             copy_share(up if name == "up_proj" else gate, self.inner, hidden, tensor)
 
     def process_weights_after_loading(self) -> None:
-        gate_up, self.gate_up_proj = self.ops.pack(self.gate_up_proj.data), None  # one by one
-        self.packed, self.down_proj = (gate_up, self.ops.pack(self.down_proj.data)), None
+        gate_up, self.gate_up_proj = self.ops.prepack(self.gate_up_proj.data), None  # one by one
+        self.packed, self.down_proj = (gate_up, self.ops.prepack(self.down_proj.data)), None
 
     def forward(self, hidden: torch.Tensor, weights: torch.Tensor,
                 ids: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from typing import TypeVar
 from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.defaults import own_parts, resolve
-from nanoserve.device import describe, fit_to_device, namespace, pick_device
+from nanoserve.device import describe, fit_to_device, load_backend, pick_device
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.facts import Fact, facts_of
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
@@ -41,7 +41,7 @@ from nanoserve.parallel import LAST_WORD, check_shares, serve_rank
 from nanoserve.processes import start_ranks, take_gpu
 from nanoserve.progress import prompts_bar, say, summary
 from nanoserve.request import Request, RequestOutput
-from nanoserve.self_test import untrusted
+from nanoserve.self_test import failing_functions
 from nanoserve.tokenizers import Tokenizer, load_tokenizer
 from nanoserve.vllm import missing_method, takes_vllms_words
 
@@ -151,7 +151,8 @@ class LLM(LLMEngine):
             num_drafts=max([extra.most_drafts for extra in drafters], default=0)))
         for extra in extras:
             plan = extra.prepare(plan)
-        names, said = untrusted(plan.config, self.model_config, namespace(plan.config.kernels))
+        backend = load_backend(plan.config.kernels)
+        names, said = failing_functions(plan.config, self.model_config, backend)
         say(*said)
         return replace(plan, parts=replace(plan.parts, replaced=names))
 

@@ -33,7 +33,7 @@ from torch import nn
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
-from nanoserve.device import namespace
+from nanoserve.device import load_backend
 from nanoserve.graphs import CudaGraph, DecodeGraphs, recorded
 from nanoserve.layers import Placement
 from nanoserve.loader import Tensors, load_dummy_weights, load_weights
@@ -50,7 +50,7 @@ from nanoserve.model import Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import LAST_WORD, SOLO, Ranks, broadcast
 from nanoserve.sampler import SamplerOutput, SamplingInputs, choose_plain, sample
-from nanoserve.self_test import believed
+from nanoserve.self_test import with_replaced
 from nanoserve.sequence import Step
 
 
@@ -94,7 +94,7 @@ class ModelRunner:
         self.pooler = self.parts.pooler
         self.device = take_device(config.device, ranks.local_rank if ranks.size > 1 else None)
         self.dtype = getattr(torch, config.dtype)
-        self.ops = believed(namespace(config.kernels), self.parts.replaced)
+        self.ops = with_replaced(load_backend(config.kernels), self.parts.replaced)
         empty = zeros if self.device.type == "cpu" else torch.empty
         self.placement = Placement(self.dtype, self.device, ranks, self.ops, empty,
                                    **self.parts.layers)
@@ -176,7 +176,7 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, for the KV heads of this rank."""
-        num_blocks = 16  # a namespace may pad several small blocks to one larger unit
+        num_blocks = 16  # a backend may pad several small blocks to one larger unit
         caches = self._new_caches(num_blocks, torch.device("meta"))
         return sum(k.nbytes + v.nbytes for k, v in caches) // num_blocks
 

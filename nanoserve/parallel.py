@@ -43,7 +43,7 @@ TAGS = 2 ** 16  # gloo's numbers of messages; far more than are ever on their wa
 FIRST_SECONDS = 60.0  # for the first collectives of GPUs, see `try_collectives`
 
 
-class Span(NamedTuple):
+class Slice(NamedTuple):
     """A share, [start, stop) of `total`: rows, columns, heads, experts or tokens."""
 
     start: int
@@ -51,11 +51,11 @@ class Span(NamedTuple):
     total: int
 
     @classmethod
-    def whole(cls, total: int) -> "Span":
+    def whole(cls, total: int) -> "Slice":
         return cls(0, total, total)
 
     @classmethod
-    def of(cls, share: "Span | int") -> "Span":
+    def of(cls, share: "Slice | int") -> "Slice":
         """A plain number means all of it."""
         return cls.whole(share) if isinstance(share, int) else share
 
@@ -67,12 +67,13 @@ class Span(NamedTuple):
     def is_whole(self) -> bool:
         return self.size == self.total
 
-    def times(self, n: int) -> "Span":
+    def times(self, n: int) -> "Slice":
         """The same share in smaller units. Head 1 of 4, 64 numbers each: 64..127 of 256."""
-        return Span(self.start * n, self.stop * n, self.total * n)
+        return Slice(self.start * n, self.stop * n, self.total * n)
 
 
-def copy_share(into: torch.Tensor, rows: Span, columns: Span | None, tensor: torch.Tensor) -> None:
+def copy_share(into: torch.Tensor, rows: Slice, columns: Slice | None,
+               tensor: torch.Tensor) -> None:
     """Copy a share of a checkpoint's tensor. columns: None where it has one dimension. Raises
     `ValueError` for another shape, a dtype that plain weights don't have, and NaN: one number of a
     matrix makes all that comes out of the network NaN, and then every token is the same."""
@@ -123,12 +124,12 @@ class Ranks:
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
         self.lock = threading.Lock()
 
-    def share(self, total: int, rank: int | None = None) -> Span:
+    def share(self, total: int, rank: int | None = None) -> Slice:
         """The share of `rank`, or of this rank. Sizes differ by 1 at most: 2, 3, 2, 3 of 10."""
         rank = self.rank if rank is None else rank
-        return Span(total * rank // self.size, total * (rank + 1) // self.size, total)
+        return Slice(total * rank // self.size, total * (rank + 1) // self.size, total)
 
-    def share_heads(self, num_heads: int, num_kv_heads: int) -> tuple[Span, Span]:
+    def share_heads(self, num_heads: int, num_kv_heads: int) -> tuple[Slice, Slice]:
         """This rank's query heads and the KV heads that they read.
 
         With fewer KV heads than ranks a KV head is kept by several ranks, which share its query
@@ -141,9 +142,9 @@ class Ranks:
         copies = self.size // num_kv_heads
         kv_head, copy = divmod(self.rank, copies)
         first = kv_head * group
-        heads = Span(first + group * copy // copies, first + group * (copy + 1) // copies,
+        heads = Slice(first + group * copy // copies, first + group * (copy + 1) // copies,
                      num_heads)
-        return heads, Span(kv_head, kv_head + 1, num_kv_heads)
+        return heads, Slice(kv_head, kv_head + 1, num_kv_heads)
 
     def part(self, name: str, members: range) -> "Ranks":
         """Some of the ranks, this one among them, as a group with shares and collectives of its

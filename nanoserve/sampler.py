@@ -9,8 +9,8 @@ request's seed and the token's position. There is no generator state to share, s
 depend on the other rows of the batch, on chunking, preemption or the order of steps.
 
 Everything is vectorised over the batch, and what no row asks for is not computed: a batch of greedy
-rows is one argmax. The arithmetic is the namespace's: `ops`, or a twin of it. All of them draw from
-the same distribution, as functions of seed and position. But one uses an inverse CDF and another
+rows is one argmax. The arithmetic is that of `ops`, or of a backend. All of them draw from the same
+distribution, as functions of seed and position. But one uses an inverse CDF and another
 one Gumbel noise, so the same seed may give different texts on different devices.
 
 Not known here: the queue, text, who receives a token.
@@ -151,7 +151,7 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
 
     hidden: (s + p, hidden_size), of the tokens that sample, then of the prompt positions. Ranks
     above 0 compute their shares of all logits, for which `compute_logits` gives them None, and
-    return stand-ins for rank 0's tokens. ops: the namespace that computes. chosen: the tokens, if a
+    return stand-ins for rank 0's tokens. ops: the backend that computes. chosen: the tokens, if a
     graph has chosen them, where no row has controls.
     """
     rows, positions = hidden.split((len(batch.logits_indices), len(batch.prompt_logprob_indices)))
@@ -206,7 +206,7 @@ def choose_plain(logits: torch.Tensor, batch: Batch, ops: ModuleType,
         thresholds = ops.thresholds(logits, batch.temperature, batch.top_k, batch.top_p,
                                     batch.min_p)
     positions = batch.positions[batch.logits_indices].long() + 1  # the token after position 9: 10
-    return ops.draw(logits, batch.temperature, batch.seeds, positions, thresholds)
+    return ops.sample_tokens(logits, batch.temperature, batch.seeds, positions, thresholds)
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:

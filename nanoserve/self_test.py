@@ -1,18 +1,18 @@
-"""A twin is believed after a trial on the machine that it runs on.
+"""A backend is used after a self-test on the machine that it runs on.
 
-The tests hold the twins against `ops` on their makers' machines. A user's GPU, driver or compiler
-is another, and what goes wrong there is mostly silent: fluent text from wrong numbers. So the first
-start compares, at the model's shapes and in its dtype:
+The tests hold the backends against `ops` on their makers' machines. A user's GPU, driver or
+compiler is another, and what goes wrong there is mostly silent: fluent text from wrong numbers. So
+the first start compares, at the model's shapes and in its dtype:
 
-    numbers ──┬──► a function of the twin ──┐
-              └──► its namesake in `ops`  ──┴──► relative error below TOLERANCE, or it is replaced
+    numbers ──┬──► a function of the backend ─┐
+              └──► its namesake in `ops`  ───┴──► relative error below TOLERANCE, or it is replaced
 
 One that raises or differs is replaced by that of `ops`, *together with all that share its memory's
 layout*, or its check (`TOGETHER`), before anything is packed or allocated. A CUDA graph is replayed
 twice with other contents; where that is stale there are no graphs. The outcome is kept in the cache
 folder, by device, library, versions, dtype and shapes: later starts read a line.
 
-Invariant: each check gets the twin that it tries as an argument, and so it does the graph's class:
+Invariant: each check gets the backend that it tries as an argument, and the graph's class, too:
 tests hand in broken ones. `nanoserve doctor` prints the same checks.
 
 Extras try what they multiply by themselves. To compare while the engine runs would find more, and
@@ -41,11 +41,12 @@ from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 # These share a layout in memory, or one check.
 TOGETHER = ({"new_cache", "norm_rope_store", "paged_attention"},
-            {"pack", "linear", "embed", "experts"}, {"rms_norm", "add_rms_norm"},
-            {"argmax", "thresholds", "draw"})
+            {"prepack", "linear", "embed", "experts"}, {"rms_norm", "add_rms_norm"},
+            {"argmax", "thresholds", "sample_tokens"})
 # The functions that a check calls, where it is not the one of its name.
-USES = {"rms_norm": ["rms_norm", "add_rms_norm"], "linear": ["pack", "linear", "embed"],
-        "experts": ["pack", "experts"], "draw": ["argmax", "thresholds", "draw"],
+USES = {"rms_norm": ["rms_norm", "add_rms_norm"], "linear": ["prepack", "linear", "embed"],
+        "experts": ["prepack", "experts"],
+        "sample_tokens": ["argmax", "thresholds", "sample_tokens"],
         "paged_attention": ["new_cache", "norm_rope_store", "paged_attention"]}
 WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
 ROWS = (1, 9, 64)
@@ -83,39 +84,41 @@ class Shapes(NamedTuple):
                    tuple(sorted(set(model.windows), key=str)), model.attention_softcap)
 
 
-def untrusted(config: EngineConfig, model: Any,
-              twin: ModuleType) -> tuple[tuple[str, ...], list[str]]:
+def failing_functions(config: EngineConfig, model: Any,
+              backend: ModuleType) -> tuple[tuple[str, ...], list[str]]:
     """The functions that `ops` has to take over in this engine, "graph" for CUDA graphs among them,
     and a sentence if there are any. Raises `ValueError` if a kernel has broken the device."""
     device = torch.device(config.device)
-    if twin is ops or device.type == "cpu" and config.kernels == "triton":  # Triton's interpreter
+    interpreted = device.type == "cpu" and config.kernels == "triton"
+    if backend is ops or interpreted:
         return (), []
     shapes = Shapes.of(config, model)
-    found = wrong_functions(twin, shapes, device)
+    found = wrong_functions(backend, shapes, device)
     report = "Please report this, with what nanoserve doctor prints"
-    if not sees_as_twins(shapes.windows, config.max_model_len or model.max_position_embeddings):
+    longest = config.max_model_len or model.max_position_embeddings
+    if not sees_as_backends(shapes.windows, longest):
         found = found | {"paged_attention": "its attention does not see what `visible` says"}
         report = "`visible` in nanoserve/sequence.py was changed: CONTRIBUTING.md says what is next"
     if not found:
         return (), []
-    names = replaced(found, twin)
+    names = replaced(found, backend)
     instead = (f"{', '.join(names)} are those of kernels='torch' here, which is slower" if names
                else "They are torch's own, and nothing can take their place")
     return names, [f"kernels={config.kernels!r} on this machine: {'; '.join(found.values())}. "
                    f"{instead}. {report}"]
 
 
-def wrong_functions(twin: ModuleType, shapes: Shapes, device: torch.device) -> dict[str, str]:
+def wrong_functions(backend: ModuleType, shapes: Shapes, device: torch.device) -> dict[str, str]:
     """What is wrong with a function, by its name; tried once on a machine, and remembered. Raises
     `ValueError` if a kernel has broken the device."""
     folder = cache_folder()
-    key = digest(repr((shapes, machine_of(twin, device))).encode())
+    key = digest(repr((shapes, machine_of(backend, device))).encode())
     found = remembered(folder).get(key)
     if found is not None:
         return found
     with current(device):
         with memory_for("a trial of the kernels: end other programs that use the memory"):
-            tried = trials(twin, shapes, device)
+            tried = trials(backend, shapes, device)
         found = {name: error for name, (_, error) in tried.items() if error}
         remember(folder, remembered(folder) | {key: found})  # another may have written
         try:
@@ -126,8 +129,8 @@ def wrong_functions(twin: ModuleType, shapes: Shapes, device: torch.device) -> d
     return found
 
 
-def sees_as_twins(windows: tuple[int | None, ...], max_model_len: int) -> bool:
-    """Whether `visible` is still the rule that the twins have in their own code. Asked at each
+def sees_as_backends(windows: tuple[int | None, ...], max_model_len: int) -> bool:
+    """Whether `visible` is still the rule that the backends have in their own code. Asked at each
     start: who changes that function shall not get the old text from a kernel."""
     keys = torch.arange(max_model_len)
     queries = keys[::max_model_len // 16 | 1][:, None]
@@ -137,22 +140,23 @@ def sees_as_twins(windows: tuple[int | None, ...], max_model_len: int) -> bool:
         for window in windows for last in (queries, queries + 5))
 
 
-def believed(twin: ModuleType, names: tuple[str, ...]) -> ModuleType | SimpleNamespace:
-    """The namespace with these functions of `ops`."""
-    return twin if not names else SimpleNamespace(**vars(twin) | {
+def with_replaced(backend: ModuleType, names: tuple[str, ...]) -> ModuleType | SimpleNamespace:
+    """The backend with these functions of `ops`."""
+    return backend if not names else SimpleNamespace(**vars(backend) | {
         name: getattr(ops, name) for name in names if name in ops.__all__})
 
 
-def replaced(found: dict[str, str], twin: ModuleType) -> tuple[str, ...]:
-    """All that has to go with what was found to be wrong. Nothing goes for a function that the twin
-    has from `ops`, such as a GPU's products."""
+def replaced(found: dict[str, str], backend: ModuleType) -> tuple[str, ...]:
+    """All that has to go with what was found to be wrong. Nothing goes for a function that the
+    backend has from `ops`, such as a GPU's products."""
     own = {name for name in found if any(
-        vars(twin).get(used) is not vars(ops).get(used, twin) for used in USES.get(name, [name]))}
+        vars(backend).get(used) is not vars(ops).get(used, backend)
+        for used in USES.get(name, [name]))}
     names = own.union(*(group for group in TOGETHER if group & own))
     return tuple(sorted(names | ({"graph"} if names & WAITS else set())))
 
 
-def trials(twin: ModuleType, shapes: Shapes, device: torch.device,
+def trials(backend: ModuleType, shapes: Shapes, device: torch.device,
            graph_class: type = CudaGraph) -> dict[str, tuple[float, str]]:
     """By function: its largest relative error, and a sentence if that is too large. Raises what
     says that memory ran out, which is no fault of a function: nothing may be remembered then."""
@@ -163,7 +167,7 @@ def trials(twin: ModuleType, shapes: Shapes, device: torch.device,
     found = {}
     for name, check in checks.items():
         try:
-            found[name] = compare(name, check(twin, shapes, device), tolerance)
+            found[name] = compare(name, check(backend, shapes, device), tolerance)
         except Exception as raised:  # a compiler's, Triton's or the driver's
             if isinstance(raised, MemoryError) or "out of memory" in str(raised):
                 raise
@@ -188,12 +192,12 @@ def compare(name: str, results: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
 # ------------------------------------------------------------- the outcome is kept
 
 
-def machine_of(twin: ModuleType, device: torch.device) -> tuple:
+def machine_of(backend: ModuleType, device: torch.device) -> tuple:
     """Whatever may make a function right on one machine and wrong on another."""
     if device.type == "cpu":  # the file's name has the CPU's features, the compiler, and a digest
-        return torch.__version__, twin.COMPILED._name
+        return torch.__version__, backend.COMPILED._name
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    return (torch.__version__, twin.triton.__version__, torch.cuda.get_device_name(device),
+    return (torch.__version__, backend.triton.__version__, torch.cuda.get_device_name(device),
             torch.cuda.get_device_capability(device), torch.version.cuda,
             digest(b"".join(path.read_bytes() for path in sources)))
 
@@ -221,81 +225,82 @@ def numbers(shapes: Shapes, device: torch.device, *sizes: int) -> torch.Tensor:
     return drawn.to(device, shapes.dtype)
 
 
-def check_norms(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+def check_norms(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
     weight = numbers(shapes, device, shapes.hidden_size).float()
     for rows in ROWS:
         x, residual = (numbers(shapes, device, rows, shapes.hidden_size) * k for k in (1, 2))
         got, expected = ([space.rms_norm(x, weight, 1e-6), *space.add_rms_norm(
-            x, residual, weight, 1e-6)] for space in (twin, ops))
+            x, residual, weight, 1e-6)] for space in (backend, ops))
         yield f"a batch of {rows}", torch.stack(got), torch.stack(expected)
 
 
-def check_gates(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+def check_gates(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
     for rows in ROWS:
         x = numbers(shapes, device, rows, 2 * 136)
-        yield (f"a batch of {rows}", twin.act_and_mul(x, shapes.activation),
+        yield (f"a batch of {rows}", backend.act_and_mul(x, shapes.activation),
                ops.act_and_mul(x.float(), shapes.activation))
 
 
-def check_products(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+def check_products(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
     weight, bias = numbers(shapes, device, 136, shapes.hidden_size), numbers(shapes, device, 136)
-    packed = twin.pack(weight)
+    packed = backend.prepack(weight)
     for rows in ROWS:
         x = numbers(shapes, device, rows, shapes.hidden_size)
-        yield (f"a batch of {rows}", twin.linear(x, packed, bias),
+        yield (f"a batch of {rows}", backend.linear(x, packed, bias),
                ops.linear(x.float(), weight.float(), bias.float()))
-        yield (f"logits of {rows}", twin.linear(x, packed, None, torch.float32),
+        yield (f"logits of {rows}", backend.linear(x, packed, None, torch.float32),
                ops.linear(x.float(), weight.float()))
-    yield "rows", twin.embed(torch.arange(136, device=device).flip(0), packed), weight.flip(0)
+    yield "rows", backend.embed(torch.arange(136, device=device).flip(0), packed), weight.flip(0)
 
 
-def check_experts(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+def check_experts(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
     count, size = shapes.num_experts, shapes.hidden_size
     both = numbers(shapes, device, count, 2 * 72, size) * size ** -0.5
     down = numbers(shapes, device, count, size, 72) / 8
-    packed = [twin.pack(weight) for weight in (both, down)] if count else []
+    packed = [backend.prepack(weight) for weight in (both, down)] if count else []
     for rows in ROWS if count else ():
         x = numbers(shapes, device, rows, size)
         chosen = numbers(shapes, device, rows, count).float().softmax(-1).topk(min(count, 2))
-        yield (f"a batch of {rows}", twin.experts(x, *chosen, *packed, 0, shapes.activation),
+        yield (f"a batch of {rows}", backend.experts(x, *chosen, *packed, 0, shapes.activation),
                ops.experts(x.float(), *chosen, both.float(), down.float(), 0, shapes.activation))
 
 
-def check_attention(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+def check_attention(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
     """And `norm_rope_store`, whose keys and values it reads."""
     for what, rows in CROWDS.items():
         crowd = Crowd(shapes, device, rows)
         for window in shapes.windows:
-            yield f"{what}, window {window}", crowd.attend(twin, window), crowd.attend(ops, window)
+            got, expected = crowd.attend(backend, window), crowd.attend(ops, window)
+            yield f"{what}, window {window}", got, expected
 
 
-def check_sampling(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+def check_sampling(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
     """Which tokens filters leave, and how often each of four is drawn."""
     rows, order = 200, torch.Generator().manual_seed(0)
     logits = torch.stack([torch.randperm(200, generator=order) for _ in range(rows)])
     logits = (logits / 8).to(device, shapes.dtype)  # exact in every dtype
     heat, top_p, min_p = (torch.full((rows,), x, device=device) for x in (0.5, 0.9, 1e-3))
     top_k = torch.arange(rows, device=device).int() % 40
-    yield "argmax", twin.argmax(logits), ops.argmax(logits)
+    yield "argmax", backend.argmax(logits), ops.argmax(logits)
     yield "filters", *(torch.stack(space.thresholds(logits, heat, top_k, top_p, min_p))
-                       for space in (twin, ops))
+                       for space in (backend, ops))
     few, many = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device), torch.arange(1000, device=device)
-    drawn = twin.draw(few.to(shapes.dtype).repeat(1000, 1), torch.full_like(many, 2).float(),
-                      many * 7919, many)
+    logits, heat = few.to(shapes.dtype).repeat(1000, 1), torch.full_like(many, 2).float()
+    drawn = backend.sample_tokens(logits, heat, many * 7919, many)
     share, expected = torch.bincount(drawn, minlength=4) / 1000, (few / 2).softmax(-1)
-    # A twin draws in its own way: 0.1 is some six standard deviations of a share.
+    # A backend draws in its own way: 0.1 is some six standard deviations of a share.
     yield "shares", share.where((share - expected).abs().max() > 0.1, expected), expected
 
 
-def check_graph(twin: ModuleType, shapes: Shapes, device: torch.device,
+def check_graph(backend: ModuleType, shapes: Shapes, device: torch.device,
                 graph_class: type) -> Compared:
     """Recorded once, replayed twice, each time with other contents at the same addresses."""
     crowd = Crowd(shapes, device, [(1, 30)] * 4)
-    weight = twin.pack(numbers(shapes, device, 136, 2 * shapes.group * shapes.head_dim))
-    caches = crowd.caches(twin)
+    weight = backend.prepack(numbers(shapes, device, 136, 2 * shapes.group * shapes.head_dim))
+    caches = crowd.caches(backend)
 
     def step() -> torch.Tensor:
-        return twin.linear(crowd.step(twin, caches).flatten(1), weight)
+        return backend.linear(crowd.step(backend, caches).flatten(1), weight)
 
     step()  # once for real: kernels are compiled
     recording = graph_class()
@@ -307,7 +312,7 @@ def check_graph(twin: ModuleType, shapes: Shapes, device: torch.device,
 
 CHECKS: dict[str, Callable[..., Compared]] = {
     "rms_norm": check_norms, "act_and_mul": check_gates, "linear": check_products,
-    "experts": check_experts, "paged_attention": check_attention, "draw": check_sampling}
+    "experts": check_experts, "paged_attention": check_attention, "sample_tokens": check_sampling}
 
 
 class Crowd:

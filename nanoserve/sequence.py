@@ -29,7 +29,7 @@ mean one thing each, everywhere:
     order                who goes first: the sort key of both queues, `Scheduler.order`
     depth                how many steps stay in flight while the next is scheduled: 0, with overlap
                          1, and with overlap and n pipeline stages n - 1
-    pack                 lay a weight out as a device multiplies with it: `ops.pack`
+    prepack              lay a weight out as a device multiplies with it: `ops.prepack`
 
 Invariant: one owner per fact. The scheduler changes a sequence's progress and the block manager its
 blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a model.

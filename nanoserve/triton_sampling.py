@@ -1,4 +1,4 @@
-"""Triton kernels that choose a token of each row: `draw`, and `thresholds`, where filters cut it.
+"""Triton kernels that choose a token of each row: `sample_tokens`; `thresholds`, where filters cut.
 
 Twins of their namesakes in `ops`. A row of 150,000 logits is read in chunks by many programs, and
 no logit is sorted or written:
@@ -89,12 +89,12 @@ def _sample_kernel(logits, temperature, seeds, positions, thresholds, last_ids, 
     tl.store(tokens + at, tl.where(tl.abs(top) < float("inf"), best_id, -1).to(tl.int64))
 
 
-def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
+def sample_tokens(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
          positions: torch.Tensor, thresholds: Thresholds | None = None) -> torch.Tensor:
-    """`ops.draw`, by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): argmax(logits /
-    temperature + Gumbel noise) is distributed like their softmax.
+    """`ops.sample_tokens`, by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014):
+    argmax(logits / temperature + Gumbel noise) is distributed like their softmax.
 
-    Ties go to the lowest id. Greedy rows are `ops.draw`'s token for token. Drawn ones are only
+    Ties go to the lowest id. Greedy rows are those of `ops`, token for token. Drawn ones are only
     distributed alike: an inverse CDF takes one random number a row where this takes one a logit, so
     a seed gives another token on a CPU. (The tests compute the same bits in plain torch.)
     """

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.layers import Embedding, Experts, Linear, Placement
-from nanoserve.parallel import Ranks, Span, check_shares
+from nanoserve.parallel import Ranks, Slice, check_shares
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_a_row_parallel_bias_is_added_once(size):
 
     def work(ranks: Ranks) -> torch.Tensor:
         inputs = ranks.share(7)
-        linear = Linear(inputs, {"all": Span.whole(5)}, True, Placement(torch.float32, CPU, ranks))
+        linear = Linear(inputs, {"all": Slice.whole(5)}, True, Placement(torch.float32, CPU, ranks))
         fill(linear, "linear", {"all.weight": weight, "all.bias": bias})
         return linear(x[:, inputs.start:inputs.stop])
 

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.device import namespace
+from nanoserve.device import load_backend
 
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 # In each mode: the checkpoint, its options, and those that only the crowd has.
@@ -46,7 +46,7 @@ def test_a_log_probability_has_the_same_bits_alone_and_in_a_crowd(ranks_in_threa
                                                                   mode):
     """Among 16, in chunks, preempted, guessed, and from the cache."""
     try:
-        namespace("cpu")
+        load_backend("cpu")
     except ImportError:
         pytest.skip("needs a compiler")
     (name, options, crowds), prompts = MODES[mode], make_prompts()

@@ -18,12 +18,13 @@ from quick_interpreter import quick_interpreter  # noqa: F401
 
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import KERNELS, SamplingParams
-from nanoserve.device import namespace
+from nanoserve.device import load_backend
 from nanoserve.graphs import Size
 from nanoserve.sequence import Step
 
-NAMES = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "thresholds", "linear",
-         "embed", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
+NAMES = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", "thresholds",
+         "linear", "embed", "new_cache", "norm_rope_store", "prepack", "paged_attention",
+         "rms_norm"]
 # How far a result may be from float64's, relative to the largest number: of one rounding.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 CPU = torch.device("cpu")
@@ -33,14 +34,14 @@ def available() -> list[str]:
     found = []
     for name in KERNELS[1:]:  # all but "auto"
         with suppress(ImportError):
-            namespace(name)
+            load_backend(name)
             found.append(name)
     return found
 
 
 @pytest.fixture(params=available())
 def ops(request):
-    return namespace(request.param)
+    return load_backend(request.param)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -67,12 +68,12 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_where_there_is_a_compiler_the_compiled_twin_is_tested():
     """Otherwise all of this would pass without it, by a library that no longer compiles: then this
     raises the compiler's words."""
-    namespace("cpu")
+    load_backend("cpu")
 
 
 def test_a_namespace_has_all_names_and_no_others(ops):
     """But the twins of an extra's op, whose specification stands with the extra."""
-    twins = [] if ops is namespace("torch") else ["delta_rule"]
+    twins = [] if ops is load_backend("torch") else ["delta_rule"]
     assert ops.__all__ == NAMES + twins
     assert all(callable(getattr(ops, name)) for name in ops.__all__)
 
@@ -83,8 +84,9 @@ def parameters(function) -> list[tuple]:
 
 def test_signatures_are_those_of_the_specification(ops):
     """Parameters in the same order with the same defaults: a layer can't tell them apart."""
+    plain = load_backend("torch")
     for name in NAMES:
-        assert parameters(getattr(ops, name)) == parameters(getattr(namespace("torch"), name)), name
+        assert parameters(getattr(ops, name)) == parameters(getattr(plain, name)), name
 
 
 # ------------------------------------------------------------- products and norms
@@ -94,7 +96,7 @@ def test_signatures_are_those_of_the_specification(ops):
 def test_linear(ops, dtype, outputs, inputs):
     weight, bias = numbers(outputs, inputs, dtype=dtype), numbers(outputs, dtype=dtype)
     kept = weight.clone()
-    packed = ops.pack(weight)
+    packed = ops.prepack(weight)
     for rows in (0, 1, 5, 17, 70):  # of a larger matrix, which lie further apart; and packed ones
         x = numbers(rows, inputs + rows % 2 * 7, dtype=dtype)[:, :inputs]
         expected = x.double() @ kept.double().T
@@ -169,7 +171,7 @@ def test_experts(ops, dtype, activation, tokens, first, here, chosen):
                 gate, up = (gate_up[i].double() @ hidden[token].double()).chunk(2)
                 inside = (ACTIVATIONS[activation](gate) * up).to(dtype).double()
                 expected[token] += weight * (down[i].double() @ inside)
-    got = ops.experts(hidden, weights, ids, ops.pack(gate_up.clone()), ops.pack(down.clone()),
+    got = ops.experts(hidden, weights, ids, ops.prepack(gate_up.clone()), ops.prepack(down.clone()),
                       first, activation)
     assert got.dtype == dtype
     close(got, expected, 3)
@@ -377,12 +379,13 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
     """To the last bit; several times, because threads that write to one place need not meet."""
     if "cpu" not in available():
         pytest.skip("needs a compiler")
-    ops, rows = namespace("cpu"), CASES["mixed"]
+    ops, rows = load_backend("cpu"), CASES["mixed"]
     tables, num_blocks = scatter(rows, 16)
     batch = make_batch(tables, *map(list, zip(*rows, strict=True)), 16)
     x = numbers(70, 256, dtype=dtype)
-    weight, bias = ops.pack(numbers(600, 256, dtype=dtype)), numbers(600, dtype=dtype)
-    gate_up, down = (ops.pack(numbers(5, *size, dtype=dtype)) for size in ((192, 256), (256, 96)))
+    weight, bias = ops.prepack(numbers(600, 256, dtype=dtype)), numbers(600, dtype=dtype)
+    gate_up, down = (ops.prepack(numbers(5, *size, dtype=dtype))
+                     for size in ((192, 256), (256, 96)))
     ids = torch.stack([torch.randperm(5)[:2] for _ in range(70)])
     qkv, q = numbers(70, 12, 32, dtype=dtype), numbers(batch.num_tokens, 8, 32, dtype=dtype)
     angles, slots = torch.rand(70, 32), torch.randperm(num_blocks * 16)[:70].int()
@@ -401,7 +404,7 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
                 ops.paged_attention(q, *cache, batch, 0.2), ops.argmax(logits),
                 ops.delta_rule(delta, *gates, states, torch.tensor([2, 0]),
                                torch.tensor([2] + [0] * 69), torch.tensor([0, 1, 70]).int()),
-                states, ops.draw(logits, torch.ones(33), seeds, seeds)]
+                states, ops.sample_tokens(logits, torch.ones(33), seeds, seeds)]
 
     expected = everything()
     count_threads(4)

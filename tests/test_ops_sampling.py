@@ -1,4 +1,4 @@
-"""Sampling in all namespaces: what a filter leaves, and the token that is drawn."""
+"""Sampling in all load_backends: what a filter leaves, and the token that is drawn."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_zeros_of_both_signs_are_equals(ops):  # noqa: F811
 
 def test_draws_stay_above_the_floor(ops):  # noqa: F811
     def draws(s: int, thresholds) -> set[int]:
-        return set(ops.draw(logits.expand(s, -1).contiguous(), torch.ones(s), torch.arange(
+        return set(ops.sample_tokens(logits.expand(s, -1).contiguous(), torch.ones(s), torch.arange(
             s) * 7919 + 12345, torch.arange(s) % 13, tuple(
                 one.expand(s).contiguous() for one in thresholds)).tolist())
 
@@ -72,12 +72,12 @@ def test_a_draw_is_a_function_of_seed_and_position(ops):  # noqa: F811
     logits = numbers(1, 300).expand(6, -1).contiguous()
     seeds = torch.tensor([5, -9, 5, 2 ** 62, 5, -9])
     positions = torch.tensor([3, 3, 3, 3, 4, 3])
-    first = ops.draw(logits, torch.ones(6), seeds, positions).tolist()
+    first = ops.sample_tokens(logits, torch.ones(6), seeds, positions).tolist()
     assert first[0] == first[2] and first[1] == first[5]
     assert len({first[0], first[1], first[3], first[4]}) > 1
     order = [4, 0, 3]
-    assert ops.draw(logits[:3], torch.ones(3), seeds[order], positions[order]).tolist() == [
-        first[i] for i in order]
+    again = ops.sample_tokens(logits[:3], torch.ones(3), seeds[order], positions[order])
+    assert again.tolist() == [first[i] for i in order]
 
 
 def test_rows_that_are_broken_end_nobody_else(ops):  # noqa: F811
@@ -90,7 +90,7 @@ def test_rows_that_are_broken_end_nobody_else(ops):  # noqa: F811
         filters = ops.thresholds(logits, torch.ones(8), (at % 2 * 40).int(), torch.full((8,), 0.9),
                              torch.full((8,), 0.01))
         return torch.stack([ops.argmax(logits), *(
-            ops.draw(logits, heat, at * 77, at, thresholds)
+            ops.sample_tokens(logits, heat, at * 77, at, thresholds)
             for heat in heats for thresholds in (None, filters))])
 
     expected = choices()

@@ -22,7 +22,7 @@ from plain_sampling import assert_distributed, reference_probs
 
 from nanoserve import ops
 from nanoserve.config import SamplingParams
-from nanoserve.device import namespace
+from nanoserve.device import load_backend
 from nanoserve.sampler import SamplingInputs, put
 from nanoserve.sequence import Sequence
 
@@ -36,7 +36,7 @@ TWINS = ["torch", "cpu"]  # the specification, and what is compiled from it
 def found(name: str) -> ModuleType | None:
     """Where there is a compiler."""
     try:
-        return namespace(name)
+        return load_backend(name)
     except ImportError:
         return None
 
@@ -218,7 +218,7 @@ def drawn(twin, logits: torch.Tensor, us: list[float]) -> list[int]:
     seeds = torch.from_numpy(np.array([seed_for(u) for u in us], dtype=np.uint64).view(np.int64))
     positions = torch.zeros(len(us), dtype=torch.int64)
     assert ops.uniforms(seeds, positions).tolist() == us
-    return twin.draw(logits, torch.ones(len(us)), seeds, positions).tolist()
+    return twin.sample_tokens(logits, torch.ones(len(us)), seeds, positions).tolist()
 
 
 EDGES = [0.0, 2.0 ** -40, 1 - 2.0 ** -40]
@@ -307,7 +307,7 @@ def test_what_no_row_asks_for_costs_nothing():
     greedy = asking([SamplingParams(temperature=0, top_k=5, top_p=.5)] * 3)
     assert sampling_inputs(greedy) == SamplingInputs()
     assert sample_logits(torch.eye(3, 50), greedy, refuses).token_ids.tolist() == [0, 1, 2]
-    refuses.draw = ops.draw
+    refuses.sample_tokens = ops.sample_tokens
     sample_logits(torch.eye(2, 50), asking([SamplingParams(top_k=50), SamplingParams(top_k=-1)]),
                   refuses)
     with pytest.raises(AttributeError, match="thresholds"):

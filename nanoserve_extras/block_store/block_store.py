@@ -58,7 +58,8 @@ from nanoserve_extras.block_store.block_host import HostBlocks, HostMemory
 from nanoserve_extras.block_store.block_prefetch import Prefetcher
 from nanoserve_extras.engine_args import BlockStoreOptions
 
-TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
+# Tokens that the compiled backend keeps together: smaller blocks have no bytes of their own.
+TILE = 16
 
 
 def digest_of(parent: bytes, content: bytes | list[int], images: bytes = b"") -> bytes:

@@ -32,7 +32,7 @@ from nanoserve import ops
 from nanoserve.layers import Linear, Placement
 from nanoserve.loader import translated
 from nanoserve.memory import return_freed_memory
-from nanoserve.parallel import Span
+from nanoserve.parallel import Slice
 from nanoserve.progress import say
 from nanoserve_extras.foreign.foreign_weights import EXPERTS, towers_of
 from nanoserve_extras.foreign.latent import keep_latents
@@ -76,7 +76,7 @@ class Packed(nn.Module):
             end = 0
             for weight, own in zip(weights, kept, strict=True):
                 start, end = end, end + len(weight)
-                self.linear.fill(slice(start, end), Span.whole(len(weight)), own or weight)
+                self.linear.fill(slice(start, end), Slice.whole(len(weight)), own or weight)
         else:  # one alone is not copied
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             self.linear.weight = nn.Parameter(whole, requires_grad=False)

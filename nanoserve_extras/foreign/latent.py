@@ -10,12 +10,12 @@ may move to the other side of a sum (W_K and W_V are one head's halves of `kv_b_
 
 So queries are multiplied by W_Kᵀ, outputs by W_V ("absorbed"), and attention sees one KV head whose
 key is [latent, k_rot] and whose value is the latent. The cache has one size for both: 1,152 numbers
-for 10,240. Blocks, prefix cache and twins stay as they are.
+for 10,240. Blocks, prefix cache and backends stay as they are.
 
 Invariant: the text is that of the expanded network up to near-ties, as sums are in another order.
 Known limits: CPUs. A head of 576 numbers is more than a GPU's tile holds (docs/LOG.md), so there
 keys and values stay expanded. `kv_b_proj` is never rounded. The values are a copy of a part of the
-keys; without it the twins would have to know of latent attention.
+keys; without it the backends would have to know of latent attention.
 """
 
 from dataclasses import dataclass

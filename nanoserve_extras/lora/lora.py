@@ -18,7 +18,7 @@ for other weights later. A hit also compares the root's identity.
 
 Confessed: the mask is a hidden input of the layers, the only one here; and all columns are
 computed, with zeros for the other adapters. Kernels that gather each token's adapter (Punica,
-S-LoRA) would be one more function in each twin.
+S-LoRA) would be one more function in each backend.
 """
 
 import hashlib
@@ -116,7 +116,7 @@ class AdaptedProducts:
         self.pack()
 
     def pack(self) -> None:
-        pack = self.adapters.ops.pack
+        pack = self.adapters.ops.prepack
         self.packed_a = pack(self.a.flatten(0, 1))
         self.packed_b = [pack(b) for b in self.b.values()]
 

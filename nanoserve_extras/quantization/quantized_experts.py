@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from nanoserve.layers import Placement
-from nanoserve.parallel import Span
+from nanoserve.parallel import Slice
 from nanoserve_extras.quantization.quantized_linear import QuantisedLinear
 
 # Tokens that are there once for each of their experts. What is larger a CPU's system maps anew each
@@ -32,7 +32,7 @@ PORTIONS = {"cpu": 512, "cuda": 2048}
 class QuantisedExperts(nn.ModuleDict):
     """Takes the place of `layers.Experts`. linear: what makes the layer of a packed matrix."""
 
-    def __init__(self, experts: int, hidden_size: int, inner: Span | int, activation: str,
+    def __init__(self, experts: int, hidden_size: int, inner: Slice | int, activation: str,
                  on: Placement, linear: Callable[..., QuantisedLinear]):
         super().__init__({str(i): nn.ModuleDict(dict(
             gate_up_proj=linear(hidden_size, {"gate_proj": inner, "up_proj": inner}, False, on),

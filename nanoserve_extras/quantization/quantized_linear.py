@@ -16,7 +16,7 @@ int8 (W8A16). Weights are rounded *online*: each matrix as soon as its last tens
 no time are there two copies of the model. A rank rounds its own share.
 
 A packed weight brings its product along, and there are three kinds: `TorchWeight`, the
-specification; `CpuWeight`, the compiled twin's (quantized_linear.cpp); `TritonWeight`
+specification; `CpuWeight`, the compiled backend's (quantized_linear.cpp); `TritonWeight`
 (quantized_triton.py). Invariant: they give the same up to the rounding of activations.
 
 On a CPU torch's own int8 operators were no faster than bfloat16; its operators for 4 bits take
@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from nanoserve import ops
 from nanoserve.build import functions_of, load
-from nanoserve.layers import Embedding, Linear, Placement, Span, Tensors
+from nanoserve.layers import Embedding, Linear, Placement, Slice, Tensors
 from nanoserve.memory import return_freed_memory
 from nanoserve.memory import zeros as mapped_zeros
 from nanoserve.parallel import copy_share
@@ -101,7 +101,7 @@ class Quantised:
             name: None if numbers is None else numbers.repeat_interleave(times, 1)[:, :count]
             for name, numbers in (("scales", self.scales), ("minima", self.minima))})
 
-    def share(self, rows: Span, columns: Span) -> "Quantised":
+    def share(self, rows: Slice, columns: Slice) -> "Quantised":
         """A rank's share. Raises `ValueError` for another shape."""
         if self.shape != (rows.total, columns.total):
             raise ValueError(f"shape {self.shape} in the file, {(rows.total, columns.total)} "
@@ -374,7 +374,7 @@ class QuantisedLinear(Linear):
     8 bits by row. An LM head's are always 8 bits: each row is a token's.
     """
 
-    def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
+    def __init__(self, inputs: Slice | int, matrices: dict[str, Slice | int], bias: bool,
                  on: Placement, kind: type, size: int):
         super().__init__(inputs, matrices, bias, on)
         self.ops, self.kind, self.device = OPS, kind, on.device
@@ -382,7 +382,7 @@ class QuantisedLinear(Linear):
         self.awaited = len(self.matrices)
         self.pieces: dict[int, Quantised] = {}  # by their first row, until all have come
 
-    def fill(self, here: slice, rows: Span, tensor: torch.Tensor | Quantised) -> None:
+    def fill(self, here: slice, rows: Slice, tensor: torch.Tensor | Quantised) -> None:
         if isinstance(tensor, Quantised):
             self.pieces[here.start] = tensor.share(rows, self.inputs)
         else:
@@ -416,7 +416,7 @@ class QuantisedEmbedding(Embedding):
     """Where it is the LM head, too, it is packed by `kind`: a checkpoint's own numbers, or rows
     that are rounded. Otherwise it is as wide as the others."""
 
-    def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False, *,
+    def __init__(self, tokens: Slice, hidden_size: int, on: Placement, tied: bool = False, *,
                  kind: type):
         super().__init__(tokens, hidden_size, on, tied)
         self.ops, self.device = SimpleNamespace(**vars(OPS), pack=kind.of), on.device
@@ -426,7 +426,7 @@ class QuantisedEmbedding(Embedding):
         yield f"{path}.weight", self.fill
 
     def fill(self, tensor: torch.Tensor | Quantised) -> None:
-        columns = Span.whole(self.weight.shape[1])
+        columns = Slice.whole(self.weight.shape[1])
         if self.tied and isinstance(tensor, Quantised):
             self.kept = join([tensor.share(self.tokens, columns)])
         if self.kept is None:
@@ -436,5 +436,5 @@ class QuantisedEmbedding(Embedding):
         if self.kept is None:
             super().process_weights_after_loading()
         else:
-            self.packed, self.weight = self.ops.pack(self.kept, device=self.device), None
+            self.packed, self.weight = self.ops.prepack(self.kept, device=self.device), None
             self.kept = None

@@ -371,7 +371,7 @@ class RecurrentModel(TransformersModel):
                     wanted = type(net).forward(trial, chunk, cache=Rows.at(theirs, *step))
                     got = ours.forward(chunk.flatten(0, 1)[None], Rows.at(own, *step)).view_as(
                         wanted)
-                    # A twin may flush numbers below 1e-38 to 0.
+                    # A backend may flush numbers below 1e-38 to 0.
                     lost = 1e-5 * wanted.abs().amax(-1, keepdim=True) + 1e-30
                     if not ((got - wanted).abs() <= lost).all():
                         return False

@@ -6,8 +6,8 @@ it computes between them is done here, for all rows of a step at once:
     x ─ [qkv] ─ convolve, SiLU ─ delta_rule ─ rms_norm ─ times SiLU(z) ─ [out] ─►
       └ [z], [b], [a]: gates     the state: (heads, key_dim, value_dim) in float32
 
-`delta_rule` here is the specification, in plain torch, and runs on any device. Its twins lie beside
-those of `ops`, in device/, and pass the same test.
+`delta_rule` here is the specification, in plain torch, and runs on any device. The backends
+have it, too, and pass the same test.
 
 Invariant: nobody believes that a module computes this because it looks so. A trial of each at load
 (recurrent.py) compares, and where numbers differ transformers' own way is taken.
@@ -25,7 +25,7 @@ class DeltaNet:
 
     def __init__(self, net: nn.Module, ops: ModuleType):
         self.net, self.ops = net, ops
-        self.delta_rule = getattr(ops, "delta_rule", delta_rule)  # a twin's, or the specification
+        self.delta_rule = getattr(ops, "delta_rule", delta_rule)  # the backend's, if it has one
         self.rate = -net.A_log.float().exp()
         self.norm_weight = net.norm.weight.float()
 

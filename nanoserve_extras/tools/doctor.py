@@ -5,7 +5,7 @@
                                       GGUF file all, once: it is converted)
 
     machine      GPU, driver, CUDA of torch; compiler and headers; memory; features of the CPU
-    functions    each of the namespace that an engine would take, beside `ops`: self_test.py
+    functions    each of the backend that an engine would take, beside `ops`: self_test.py
     times        bytes that are read a second, and their share of this machine's own copy
     ranks        on several GPUs one all_reduce for each pair
 
@@ -31,7 +31,7 @@ from nanoserve import build
 from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
 from nanoserve.defaults import resolve
-from nanoserve.device import fit_to_device, namespace, pick_device, why_unusable
+from nanoserve.device import fit_to_device, load_backend, pick_device, why_unusable
 from nanoserve.llm import BUNDLED_MODEL, find_folder, read_model
 from nanoserve.memory import current, free_cpu_memory
 from nanoserve_extras.engine_args import EngineArgs
@@ -62,11 +62,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nanoserve doctor: {error}", file=sys.stderr)
         return 1
     rows = machine(config) + [("falls back", sentence, "slower") for sentence in said]
-    device, twin = torch.device(config.device), namespace(config.kernels)
+    device, backend = torch.device(config.device), load_backend(config.kernels)
     with current(device):
         shapes = trial.Shapes.of(config, model)
-        for part, given in ((functions, twin), (quantised, kind_of_weight(config.kernels)),
-                            (times, twin)):
+        for part, given in ((functions, backend), (quantised, kind_of_weight(config.kernels)),
+                            (times, backend)):
             try:
                 rows += part(given, shapes, device)
             except Exception as error:  # memory ran out, or a kernel has broken the device
@@ -132,12 +132,12 @@ def printed(command: list[str], seconds: float = 20, **environment: str) -> str:
     return (done.stdout if done.returncode == 0 else done.stderr[-300:]).strip()
 
 
-def functions(twin, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
+def functions(backend, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
     """The model's own kinds, then those that other models have."""
     found: dict[str, tuple[float, str]] = {}
     for one in (shapes, shapes._replace(is_int8=True, windows=(None, 100), num_experts=8,
                                         softcap=30.0, activation="gelu_tanh")):
-        for name, outcome in trial.trials(twin, one, device).items():
+        for name, outcome in trial.trials(backend, one, device).items():
             found[name] = max(found.get(name, outcome), outcome, key=lambda x: (bool(x[1]), x[0]))
     return verdicts(found)
 
@@ -165,7 +165,7 @@ def quantised(kind: type, shapes: trial.Shapes, device: torch.device) -> list[Fi
     return verdicts(found)
 
 
-def times(twin, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
+def times(backend, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
     """One row's product, which reads its weight, beside a copy, which reads and writes; and the
     flops of many rows'."""
     size = GB if device.type == "cuda" else 256 * MB
@@ -173,12 +173,13 @@ def times(twin, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
     target = torch.empty_like(source)
     copy = 2 * size / seconds(lambda: target.copy_(source), device)
     outputs = size // 4 // (shapes.hidden_size * shapes.dtype.itemsize)
-    packed = [twin.pack(trial.numbers(shapes, device, outputs, shapes.hidden_size)) for _ in "abc"]
+    packed = [backend.prepack(trial.numbers(shapes, device, outputs, shapes.hidden_size))
+              for _ in "abc"]
     x = trial.numbers(shapes, device, 1, shapes.hidden_size)
     read = 3 * outputs * shapes.hidden_size * shapes.dtype.itemsize / seconds(
-        lambda: [twin.linear(x, one) for one in packed], device)
+        lambda: [backend.linear(x, one) for one in packed], device)
     many = trial.numbers(shapes, device, 512, shapes.hidden_size)
-    flops = 2 * many.numel() * outputs / seconds(lambda: twin.linear(many, packed[0]), device)
+    flops = 2 * many.numel() * outputs / seconds(lambda: backend.linear(many, packed[0]), device)
     return [("copy", f"{copy / 1e9:.1f} GB/s", ""),
             ("one row's product", f"{read / 1e9:.1f} GB/s, {read / copy:.0%} of the copy's", ""),
             ("512 rows' product", f"{flops / 1e9:,.0f} GFLOP/s", "")]

@@ -105,7 +105,7 @@ MODES = [
          n=3, rounds=2, tiny=True),
     POOLED,
     Mode("restarted from disk", restarts=True),
-    Mode("plain operators", dict(kernels="torch"))]  # the specification without a twin
+    Mode("plain operators", dict(kernels="torch"))]  # the specification itself
 GPU_MODES = [  # the features of a GPU, switched off one after the other
     Mode("no overlap", dict(async_scheduling=False)),
     Mode("no graphs", dict(enforce_eager=True))]

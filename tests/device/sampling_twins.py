@@ -47,7 +47,7 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> tor
 
 def plain_draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
                positions: torch.Tensor, thresholds: ops.Thresholds | None = None) -> torch.Tensor:
-    """The plain twin of `kernels_sampling.draw`: `ops.draw` takes another random number."""
+    """The plain twin of the kernel: `ops.sample_tokens` takes another random number."""
     scaled = logits.float() * (1 / torch.where(temperature == 0, 1.0, temperature))[:, None]
     drawn = scaled
     if thresholds is not None:

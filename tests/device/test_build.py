@@ -336,7 +336,7 @@ for threads in (1, 2):
     before = tasks()
     from nanoserve import build
     from nanoserve import cpu
-    packed = cpu.pack(x)
+    packed = cpu.prepack(x)
     cpu.linear(x, packed)
     assert tasks() == before, (tasks(), before)
     assert threads > 1 or before == 1, before

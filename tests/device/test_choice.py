@@ -181,12 +181,12 @@ def test_a_gpu_that_cannot_run_kernels_says_so(fit, monkeypatch, capability, int
                                                reason):
     """132 tok/s instead of 9,500, and no warning (nano-vllm #245): a slow path is never silent, and
     an error where kernels were asked for."""
-    def namespace(name):
+    def load_backend(name):
         if interpreted is None:
             raise ImportError("No module named 'triton'")
         return SimpleNamespace(INTERPRETED=interpreted, rms_norm=kernel)
 
-    monkeypatch.setattr(choice, "namespace", namespace)
+    monkeypatch.setattr(choice, "load_backend", load_backend)
     set_card(monkeypatch, *capability)
     fitted, said = fit("cuda", dtype="float32")
     assert fitted.kernels == ("torch" if reason else "triton") and len(said) == bool(reason)
@@ -200,6 +200,6 @@ def test_a_gpu_that_cannot_run_kernels_says_so(fit, monkeypatch, capability, int
     ("cuda", "cpu", "CPU", "triton"),
     ("cpu", "triton", ".*TRITON_INTERPRET=1", "cpu")])
 def test_kernels_for_another_device_are_refused(fit, monkeypatch, device, kernels, reason, instead):
-    monkeypatch.setattr(choice, "namespace", lambda name: SimpleNamespace(INTERPRETED=False))
+    monkeypatch.setattr(choice, "load_backend", lambda name: SimpleNamespace(INTERPRETED=False))
     with pytest.raises(ValueError, match=f"kernels='{kernels}'.*{reason}.*kernels='{instead}'"):
         fit(device, kernels=kernels, dtype="float32")

@@ -230,7 +230,7 @@ def test_samples_are_the_twins(dtype, vocab_size):
     logits[3, ::2] = -INF
     for heats in ([0.] * 8, [1.] * 8, [0, .7, 1, 1, 0, 2, 1e-3, 50]):
         heat = torch.tensor(heats, device=DEVICE)
-        got = kernels_sampling.draw(logits, heat, *a_batch(8))
+        got = kernels_sampling.sample_tokens(logits, heat, *a_batch(8))
         assert got.dtype == torch.int64
         assert torch.equal(got, plain_draw(logits, heat, *a_batch(8)))
         greedy = heat == 0
@@ -247,7 +247,8 @@ def test_ties_go_to_the_lowest_id_and_broken_rows_end_no_batch():
     logits[4] = -INF
     logits[5, 30] = INF
     for heat in (0., 1.):
-        got = kernels_sampling.draw(logits, torch.full((7,), heat, device=DEVICE), *a_batch(7))
+        heats = torch.full((7,), heat, device=DEVICE)
+        got = kernels_sampling.sample_tokens(logits, heats, *a_batch(7))
         assert got[2:6].tolist() == [-1] * 4
         if heat == 0:
             assert got.tolist() == [4, 9001, -1, -1, -1, -1, 0] == ops.argmax(logits).tolist()
@@ -263,7 +264,7 @@ def test_draws_have_the_softmaxs_distribution(stream):
         count, torch.full_like(count, 42))
     tokens = plain_draw(logits.expand(n, -1), heat, *where)
     some = slice(0, 200)
-    assert torch.equal(tokens[some], kernels_sampling.draw(
+    assert torch.equal(tokens[some], kernels_sampling.sample_tokens(
         logits.expand(200, -1), heat[some], where[0][some], where[1][some]))
     expected = n * (logits[0] / 0.8).softmax(-1)
     assert expected.min() > 20
@@ -326,7 +327,7 @@ def test_filtered_samples():
     min_p, k = torch.zeros(7, device=DEVICE), torch.tensor([5, 5, 0, 20, 2, 2, 0], device=DEVICE)
     p = torch.tensor([.1, 1, .2, .9, .5, .5, .01], device=DEVICE)
     thresholds = kernels_sampling.thresholds(logits, heat, k, p, min_p)
-    got = kernels_sampling.draw(logits, heat, *a_batch(7), thresholds)
+    got = kernels_sampling.sample_tokens(logits, heat, *a_batch(7), thresholds)
     assert torch.equal(got, plain_draw(logits, heat, *a_batch(7), thresholds))
     assert got[0] == logits[0].argmax() and got[4] == got[5] == -1 and got[6] < 60
     assert got[1] in logits[1].topk(5).indices

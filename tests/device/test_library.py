@@ -93,8 +93,9 @@ def test_a_plain_weight_is_not_taken_for_a_packed_one():
     from nanoserve import cpu  # here: it is compiled
 
     x, weight = torch.randn(2, 32), torch.randn(16, 32)
-    packed = cpu.pack(weight)
-    for wrong in (weight, packed.memory, cpu.pack(weight.bfloat16()), cpu.pack(weight[:, :16])):
+    packed = cpu.prepack(weight)
+    for wrong in (weight, packed.memory, cpu.prepack(weight.bfloat16()),
+                  cpu.prepack(weight[:, :16])):
         with pytest.raises((ValueError, AttributeError)):
             cpu.linear(x, wrong)
     with pytest.raises(ValueError, match=r"product .*argument 4.*\(15,\)"):

@@ -25,7 +25,7 @@ from test_build import (  # noqa: F401
     run_oracles,
     set_compiler,
 )
-from test_ops import CPU, make_batch, namespace, numbers, scatter, write
+from test_ops import CPU, load_backend, make_batch, numbers, scatter, write
 
 from nanoserve import build
 
@@ -48,8 +48,8 @@ TRAPS = ["-p", "tile_traps", "-p", "no:faulthandler"]  # which would end at a tr
 
 def same_bits_of_products(ops) -> None:
     x = numbers(70, 100, dtype=torch.bfloat16)
-    weight = ops.pack(numbers(88, 100, dtype=torch.bfloat16))
-    gate_up, down = (ops.pack(numbers(3, *shape, dtype=torch.bfloat16))
+    weight = ops.prepack(numbers(88, 100, dtype=torch.bfloat16))
+    gate_up, down = (ops.prepack(numbers(3, *shape, dtype=torch.bfloat16))
                      for shape in ((80, 100), (100, 40)))
     chosen = torch.rand(70, 2), torch.stack([torch.randperm(3)[:2] for _ in x])
     for product in (lambda rows: ops.linear(x[rows], weight), lambda rows: ops.experts(
@@ -62,7 +62,7 @@ def same_bits_of_products(ops) -> None:
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=["bfloat16", "int8"])
 def test_a_row_has_the_same_bits_alone_and_wherever_it_was_cut(stored):
     """A prompt of 150 tokens at once, or its tokens one by one and in other chunks."""
-    ops, length = namespace("cpu"), 150
+    ops, length = load_backend("cpu"), 150
     same_bits_of_products(ops)
     tables, num_blocks = scatter([(length, length)], 16)
     cache = ops.new_cache(num_blocks, 16, 2, 48, stored, CPU)
@@ -168,7 +168,7 @@ if sys.argv[1:]: import tile_traps
 from nanoserve import cpu
 torch.set_num_threads(2)
 x, weight = torch.randn(40, 96).bfloat16(), torch.randn(200, 96).bfloat16()
-packed, plain = cpu.pack(weight), weight.T.contiguous()
+packed, plain = cpu.prepack(weight), weight.T.contiguous()
 first = None
 for _ in range(1000):
     both = x @ plain, cpu.linear(x, packed)

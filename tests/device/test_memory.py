@@ -258,7 +258,7 @@ def test_an_engine_keeps_to_its_gpu_in_every_thread(dummy, monkeypatch):
     thread.start()
     thread.join()
     assert {name for name, where in used if where == "another"} >= {
-        "an extra", *names} - {"pack"}
+        "an extra", *names} - {"prepack"}
 
 
 def test_a_gpu_by_its_number_is_the_current_one_within(monkeypatch):

@@ -19,7 +19,7 @@ from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
 from nanoserve.defaults import resolve
 from nanoserve.model_config import ModelConfig
-from nanoserve.self_test import Shapes, believed, replaced, trials, untrusted
+from nanoserve.self_test import Shapes, failing_functions, replaced, trials, with_replaced
 
 CPU = torch.device("cpu")
 SMALL = Shapes(torch.float32, 48, 8, qk_norm=True, num_experts=3, windows=(None, 5), softcap=20.0)
@@ -69,11 +69,12 @@ def stale_cache(qkv, *args):
     (dict(norm_rope_store=stale_cache), "paged_attention is wrong"),
     (dict(paged_attention=lambda q, k, v, batch, scale, window, *rest: ops.paged_attention(
         q, k, v, batch, scale, None, *rest)), "paged_attention is wrong .1 row, window 5"),
-    (dict(argmax=lambda logits: logits.argmin(-1)), "draw is wrong .argmax"),
+    (dict(argmax=lambda logits: logits.argmin(-1)), "sample_tokens is wrong .argmax"),
     (dict(thresholds=lambda logits, heat, top_k, top_p, min_p: ops.thresholds(
-        logits, heat, top_k * 0, top_p, min_p)), "draw is wrong .filters"),
-    (dict(draw=lambda logits, heat, *rest: ops.draw(logits, heat * 0.5, *rest)),
-     "draw is wrong .shares")], ids=lambda given: str(*given) if isinstance(given, dict) else "")
+        logits, heat, top_k * 0, top_p, min_p)), "sample_tokens is wrong .filters"),
+    (dict(sample_tokens=lambda logits, heat, *rest: ops.sample_tokens(logits, heat * 0.5, *rest)),
+     "sample_tokens is wrong .shares")],
+    ids=lambda given: str(*given) if isinstance(given, dict) else "")
 def test_a_function_that_differs_or_raises_is_named(broken, says):
     [(_, error)] = wrong(trials(twin(**broken), SMALL, CPU)).items()
     assert re.match(says, error), error
@@ -116,15 +117,15 @@ def test_what_shares_a_layout_in_memory_goes_together():
     other = twin(**dict.fromkeys(ops.__all__))
     assert replaced({}, other) == ()
     assert replaced({"act_and_mul": ""}, other) == ("act_and_mul",)
-    assert replaced({"linear": ""}, other) == ("embed", "experts", "graph", "linear", "pack")
+    assert replaced({"linear": ""}, other) == ("embed", "experts", "graph", "linear", "prepack")
     assert replaced({"paged_attention": "", "graph": ""}, other) == (
         "graph", "new_cache", "norm_rope_store", "paged_attention")
     assert replaced({"linear": ""}, twin(experts=None)) == ()  # a GPU's products are torch's
     assert replaced({"experts": "", "linear": ""}, twin(experts=None)) == (
-        "embed", "experts", "graph", "linear", "pack")
-    made = believed(twin(linear=None, draw=None), ("linear", "graph"))
-    assert made.linear is ops.linear and made.draw is None and not hasattr(made, "graph")
-    assert believed(ops, ()) is ops
+        "embed", "experts", "graph", "linear", "prepack")
+    made = with_replaced(twin(linear=None, sample_tokens=None), ("linear", "graph"))
+    assert made.linear is ops.linear and made.sample_tokens is None and not hasattr(made, "graph")
+    assert with_replaced(ops, ()) is ops
 
 
 @pytest.mark.parametrize("name", ops.__all__)
@@ -135,7 +136,7 @@ def test_whatever_is_broken_is_not_in_what_is_believed(name):
 
     space = twin(**{name: broken})
     found = wrong(trials(space, SMALL, CPU))
-    assert getattr(believed(space, replaced(found, space)), name) is getattr(ops, name)
+    assert getattr(with_replaced(space, replaced(found, space)), name) is getattr(ops, name)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError(
@@ -149,7 +150,7 @@ def test_a_trial_without_memory_is_not_remembered(dummy, trusted, monkeypatch, t
     with monkeypatch.context() as patch:
         patch.setattr(trusted, "act_and_mul", full)
         with pytest.raises(ValueError, match="no memory for a trial of the kernels: end other"):
-            untrusted(engine, config, trusted)
+            failing_functions(engine, config, trusted)
     assert not (tmp_path / "trials.json").exists()
 
 
@@ -172,7 +173,7 @@ def test_an_engine_with_a_broken_twin_writes_the_right_text(checkpoints, trusted
         engine = LLM(checkpoints["mixtral"], dtype="float32", num_gpu_blocks_override=64)
         said = capsys.readouterr().err
         assert "on this machine: linear is wrong (a batch of 1: relative error 1.0e-02)" in said
-        assert "embed, experts, graph, linear, pack are those of kernels='torch' here" in said
+        assert "embed, experts, graph, linear, prepack are those of kernels='torch' here" in said
         assert "nanoserve doctor" in said
         assert engine.runner.ops.linear is ops.linear is engine.runner.placement.ops.linear
         assert engine.runner.ops.paged_attention is trusted.paged_attention
@@ -192,7 +193,7 @@ def test_a_trial_is_remembered_by_all_that_matters(dummy, trusted, monkeypatch, 
         tries.clear()
         asked = EngineConfig(model="none", **options)
         config, model = ModelConfig.from_folder(dummy), trusted
-        untrusted(resolve(asked, "cpu", config), config, model)
+        failing_functions(resolve(asked, "cpu", config), config, model)
         return len(tries)
 
     assert [starts(dtype="float32"), starts(dtype="float32")] == [1, 0]
@@ -212,11 +213,11 @@ def test_a_twin_whose_queries_see_other_keys_is_found_at_each_start(dummy, trust
     """Also where the trial is remembered, and where only the farthest keys differ."""
     config = ModelConfig.from_folder(dummy)
     engine = resolve(EngineConfig(model="none", dtype="float32"), "cpu", config)
-    assert untrusted(engine, config, trusted) == ((), [])
+    assert failing_functions(engine, config, trusted) == ((), [])
     reach = config.max_position_embeddings - config.max_position_embeddings // 8
     monkeypatch.setattr(trial, "visible", lambda query, key, window, last: (
         (key <= last) & ((key > query - reach) | (key < 4))))
-    names, [said] = untrusted(engine, config, trusted)
+    names, [said] = failing_functions(engine, config, trusted)
     assert names == ("graph", "new_cache", "norm_rope_store", "paged_attention")
     assert "does not see what `visible` says" in said
 
@@ -226,15 +227,16 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(dummy, tr
     def broken(*sizes, **options):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(trial, "trials", lambda *given: {"draw": (0.0, "draw fails (illegal)")})
+    monkeypatch.setattr(trial, "trials",
+                        lambda *given: {"sample_tokens": (0.0, "draw fails (illegal)")})
     config = ModelConfig.from_folder(dummy)
     engine = resolve(EngineConfig(model="none"), "cpu", config)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", broken)
         with pytest.raises(ValueError, match="GPU.*draw.*start again"):
-            untrusted(engine, config, trusted)
-    names, [said] = untrusted(engine, config, trusted)
-    assert names == ("argmax", "draw", "thresholds") and "draw fails (illegal)" in said
+            failing_functions(engine, config, trusted)
+    names, [said] = failing_functions(engine, config, trusted)
+    assert names == ("argmax", "sample_tokens", "thresholds") and "draw fails (illegal)" in said
 
 
 def test_a_gpu_is_known_by_what_every_torch_says_of_it(monkeypatch):
@@ -254,11 +256,11 @@ def test_the_specification_is_not_tried(dummy, trusted, monkeypatch):
     for kernels in ("torch", "triton"):  # in the interpreter
         asked = EngineConfig(model="none", kernels=kernels)
         config = resolve(asked, "cpu", ModelConfig.from_folder(dummy))
-        assert untrusted(config, None, choice.namespace(kernels)) == ((), [])
+        assert failing_functions(config, None, choice.load_backend(kernels)) == ((), [])
 
 
 def test_graphs_are_off_where_one_was_stale(dummy, monkeypatch, trusted):
-    monkeypatch.setattr(llm, "untrusted", lambda *given: (("graph",), ["a sentence"]))
+    monkeypatch.setattr(llm, "failing_functions", lambda *given: (("graph",), ["a sentence"]))
     runner = start(dummy).runner
     runner.graph_class, runner.config = Graph, runner.config.__class__(
         **vars(runner.config) | dict(kernels="triton", enforce_eager=False))

@@ -245,8 +245,8 @@ IN_AN_UPDATE = """if 1:
         status = Path("/proc/self/status").read_text()
         return int(re.search(r"RssAnon:\\s+(\\d+) kB", status)[1]) * 1024
 
-    seen, pack = [], cpu.pack
-    cpu.pack = lambda weight: (seen.append(resident()), pack(weight))[1]
+    seen, pack = [], cpu.prepack
+    cpu.prepack = lambda weight: (seen.append(resident()), pack(weight))[1]
     with LLM(".", dtype="float32", load_format="dummy", device="cpu",
              num_gpu_blocks_override=16) as llm:
         before = resident()

@@ -276,7 +276,7 @@ def test_each_expert_multiplies_its_own_rows(outputs, inputs, dtype, size):
 def test_greedy_is_argmax_and_ties_go_to_the_lowest_id():
     logits = random_tensor(256, VOCAB_SIZE, dtype=torch.bfloat16)  # full of ties
     zeros = torch.zeros(256, device=DEVICE)
-    got = kernels.draw(logits, zeros, *row_numbers(256))
+    got = kernels.sample_tokens(logits, zeros, *row_numbers(256))
     assert torch.equal(got, logits.float().argmax(-1))
     best = logits.float() == logits.float().amax(-1, keepdim=True)
     assert (best.sum(-1) > 1).any(), "no ties were tested"
@@ -290,7 +290,7 @@ def test_draws_are_the_twins():
     same, rows = 0, row_numbers(64)
     for step in range(8):
         numbers = rows[0], rows[1] + 100 * step
-        same += int((kernels.draw(logits, heat, *numbers)
+        same += int((kernels.sample_tokens(logits, heat, *numbers)
                      == plain_draw(logits, heat, *numbers)).sum())
     assert same >= 8 * 64 - 2
 
@@ -307,7 +307,7 @@ def test_draws_have_the_softmaxs_distribution(dtype):
         11, device=DEVICE))
     for start in range(0, n, 10_000):
         positions = torch.arange(start, start + 10_000, device=DEVICE)
-        tokens = kernels.draw(logits.expand(10_000, -1), torch.full(
+        tokens = kernels.sample_tokens(logits.expand(10_000, -1), torch.full(
             (10_000,), 0.8, device=DEVICE), torch.full_like(positions, 7), positions)
         counts += bins[tokens].bincount(minlength=12)
     p = torch.zeros(12, device=DEVICE).index_add(

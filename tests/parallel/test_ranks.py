@@ -19,7 +19,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.defaults import resolve
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel import Ranks, Span, wait_for
+from nanoserve.parallel import Ranks, Slice, wait_for
 from nanoserve.processes import start_ranks
 
 MAX_TOKENS = 12
@@ -37,7 +37,7 @@ def test_shares_cover_everything_once(size):
         assert [i for share in shares for i in range(share.start, share.stop)] == [*range(total)]
         assert max(share.size for share in shares) - min(share.size for share in shares) <= 1
         assert all(share.total == total for share in shares)
-        assert shares[-1].times(3) == Span(3 * shares[-1].start, 3 * total, 3 * total)
+        assert shares[-1].times(3) == Slice(3 * shares[-1].start, 3 * total, 3 * total)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [

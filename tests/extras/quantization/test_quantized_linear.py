@@ -15,7 +15,7 @@ from weight_kinds import KINDS, TOLERANCE, close, needs_compiler, row_counts
 from nanoserve import build
 from nanoserve.build import functions_of
 from nanoserve.layers import Placement
-from nanoserve.parallel import Span
+from nanoserve.parallel import Slice
 from nanoserve_extras.quantization import quantized_linear
 from nanoserve_extras.quantization.quantized_linear import (
     CpuWeight,
@@ -262,10 +262,10 @@ def test_rows_of_8_bits_are_joined_as_such(kind):
 def test_a_share_of_the_columns_may_cut_groups(size, bits, heads):
     one, dense = grouped((10, 192), size, bits=bits, heads=heads)
     for start, stop in ((0, 40), (40, 120), (120, 192), (64, 64)):
-        mine = one.share(Span(2, 9, 10), Span(start, stop, 192))
+        mine = one.share(Slice(2, 9, 10), Slice(start, stop, 192))
         assert torch.equal(mine[:], dense[2:9, start:stop])
 
 
 def test_a_share_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"\(10, 192\).*\(10, 96\)"):
-        grouped((10, 192), 64)[0].share(Span.whole(10), Span.whole(96))
+        grouped((10, 192), 64)[0].share(Slice.whole(10), Slice.whole(96))

@@ -41,7 +41,7 @@ def test_a_function_that_is_wrong_is_a_line_and_a_status(small_times, dummy, mon
     """Also one that no option of this model asks for: experts, an int8 cache."""
     broken = SimpleNamespace(**vars(ops) | dict(
         experts=lambda *given: ops.experts(*given) * 2, act_and_mul=lambda *given: 1 / 0))
-    monkeypatch.setattr(doctor, "namespace", lambda kernels: broken)
+    monkeypatch.setattr(doctor, "load_backend", lambda kernels: broken)
     def product(self, x, bias):
         return x.new_full((len(x), 136), torch.nan) if self.size == 0 else 1 / 0
 
