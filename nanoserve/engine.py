@@ -76,7 +76,8 @@ class LLMEngine:
         self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
         self.extras, self.hooks = [self.metrics, *extras], Hooks()
         self.scheduler = Scheduler(config, num_blocks, runner.window, self.hooks,
-                                   runner.parts.num_drafts)
+                                   runner.parts.num_drafts or None,
+                                   runner.model_config.vocab_size)
         self.depth = max(1, config.steps_at_once - 1) if config.async_scheduling else 0
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
@@ -93,7 +94,7 @@ class LLMEngine:
         `ValueError` where it doesn't go together with the engine (facts.py), or changes
         how an engine is made: weights, cache and buffers are there by now."""
         rules.checked("an extra", AN_EXTRA, extra)
-        if Hooks([extra]).draft and not self.scheduler.num_drafts:
+        if Hooks([extra]).draft and self.scheduler.most_drafts is None:
             raise ValueError(f"{extra.name} drafts: an engine for that has no overlap, and "
                              "buffers for it: make the engine with extras=[...]")
         if type(extra).prepare is not Extra.prepare:

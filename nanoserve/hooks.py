@@ -118,9 +118,10 @@ class Extra:
         return []
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
-        """Return up to `most` guesses of what follows; more are passed over. Called after `force`,
-        in the same way. An engine with such an extra has no overlap, in which no row's tokens are
-        all known."""
+        """Return up to `most` guesses of what follows; more are passed over. -1 stands for one that
+        `launching` will put into `step.drafts`. Any other answer ends the sequence's request.
+        Called after `force`, in the same way. An engine with such an extra has no overlap, in which
+        no row's tokens are all known."""
         return []
 
     def scheduled(self, step: Step) -> None:

@@ -23,6 +23,7 @@ Not known here: torch, text, devices. Road not taken: to swap a victim's KV to t
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
+from collections.abc import Callable
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
@@ -36,16 +37,19 @@ class Scheduler:
     """Owns every sequence's progress: `add`, then `schedule` and `update` in turn, or `finish`.
 
     config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: see `BlockManager`.
-    num_drafts: the most of a row, for which the engine has room; None: any number.
+    most_drafts: how many drafts a row may have at most, where there are buffers for so many of
+    each row; None: there are none, and drafts take the buffers of free rows. vocab_size: the number
+    of token ids, from 0 on.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None,
-                 hooks: Hooks | None = None, num_drafts: int | None = None):
+                 hooks: Hooks | None = None, most_drafts: int | None = None,
+                 vocab_size: int = 2 ** 31):
         assert config.max_num_batched_tokens and config.max_num_seqs, "config must be resolved"
         self.config, self.hooks = config, hooks or Hooks()
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs: int = config.max_num_seqs
-        self.num_drafts = config.max_num_batched_tokens if num_drafts is None else num_drafts
+        self.most_drafts, self.vocab_size = most_drafts, vocab_size
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
                                    window, self.hooks)
         self.waiting: list[Sequence] = []  # sorted by order(); the first is the next
@@ -291,21 +295,20 @@ class Scheduler:
         """Add draft tokens to decoding rows, from the budget and blocks that are left. With 7 of 10
         tokens known: at most 2, since the step samples the third.
 
-        A row's drafts have buffers of their own where the engine was made for them. Otherwise
-        nothing but tokens that have to come is asked for, as many as rows are free: each draft is a
-        sample more, and there is room for `max_num_seqs` of these.
+        Each draft is one sample more. An engine without `most_drafts` has room for `max_num_seqs`
+        samples. It has no extra that guesses, but it may have one that forces tokens.
         """
         num_free = self.max_num_seqs - len(step.sampling)
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)
             room = (len(seq.block_table) + self.blocks.num_free_blocks) * self.blocks.block_size
             most = min(step.budget, seq.request.max_num_tokens - 1 - num_known, room - num_known,
-                       self.num_drafts or num_free)
+                       num_free if self.most_drafts is None else self.most_drafts)
             is_decode = start == num_known - 1 and num_known > seq.num_prompt_tokens
             if not is_decode or most <= 0:
                 continue
             for ask in [*self.hooks.force, *self.hooks.draft]:
-                if drafts := ask(seq, most)[:most]:
+                if drafts := self._ask(ask, step, seq, most):
                     self.blocks.allocate(seq, num_known + len(drafts))
                     step.drafts[seq] = drafts
                     step.num_new_tokens[seq] += len(drafts)
@@ -313,6 +316,19 @@ class Scheduler:
                     step.budget -= len(drafts)
                     num_free -= len(drafts)
                     break  # the first extra that has drafts gives them
+
+    def _ask(self, ask: Callable, step: Step, seq: Sequence, most: int) -> list[int]:
+        """Up to `most` drafts of an extra. A wrong answer ends this sequence's request and no
+        other: an id beyond the vocabulary would be looked up outside of the embedding. -1 stands
+        for a draft that the extra will fill in."""
+        found = ask(seq, most)
+        if isinstance(found, list) and all(
+                isinstance(draft, int) and -1 <= draft < self.vocab_size for draft in found[:most]):
+            return found[:most]
+        extra = getattr(ask, "__self__", ask)
+        step.failed[seq] = (f"{getattr(extra, 'name', extra)} returned {found!r:.80} as drafts, "
+                            f"which must be a list of token ids below {self.vocab_size}")
+        return []
 
     def _interrupt(self, step: Step) -> None:
         """Policy "priority": preempt running sequences, the last first, while the first waiting one

@@ -96,6 +96,30 @@ def test_a_drafter_of_ones_own_is_asked_and_changes_no_text(qwen3, expected, cap
         assert max(len(step.samples()) for step in steps) == 4 * (1 + 3)  # rows, with their drafts
 
 
+class Wrong(Extra):
+    def draft(self, seq, most):
+        return self.answers.get(seq.request.request_id, [])
+
+
+def test_a_wrong_draft_ends_its_request_alone(qwen3, expected):
+    """In words that name the drafter. `None` was a TypeError without its name, and an id beyond the
+    vocabulary an error of the embedding: both ended all requests."""
+    extra = Wrong()
+    extra.answers = {str(wrong): wrong for wrong in (
+        None, 7, (1, 2), [260], [3, 10 ** 12], [-2], ["7"], [1.0])}
+    names = ["right", *extra.answers, "later"]
+    with make(qwen3, num_gpu_blocks_override=20, extras=[extra]) as llm:
+        for name in names:
+            llm.add_request(name, SHARED, greedy(6))
+        outs, _ = drain_through(llm, (), llm.scheduler.check)
+    for name, end in ((name, outs[name].outputs[0]) for name in names):
+        if name in extra.answers:
+            assert end.finish_reason == "abort" and end.token_ids == expected(SHARED, 1)
+            assert f"Wrong returned {name} as drafts" in end.stop_reason
+        else:
+            assert end.token_ids == expected(SHARED, 6)
+
+
 class Prepares(Extra):
     def prepare(self, plan):
         return plan

@@ -179,7 +179,7 @@ class Drive:
             model="none", max_num_batched_tokens=workload.budget, block_size=workload.block_size,
             max_num_seqs=workload.max_num_seqs, scheduling_policy=workload.policy,
             enable_prefix_caching=workload.caching, enable_chunked_prefill=workload.chunking),
-            workload.num_blocks, workload.window)
+            workload.num_blocks, workload.window, most_drafts=workload.num_drafts or None)
         if workload.num_drafts:
             self.scheduler.hooks.draft.append(self.guess)
         self.device = FakeDevice(self.scheduler.blocks, workload.window)

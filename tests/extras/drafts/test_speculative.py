@@ -92,7 +92,7 @@ def test_suffix_forgets_when_it_has_read_much(monkeypatch):
 
 def scheduler(num_blocks: int, **options) -> Scheduler:
     return Scheduler(EngineConfig(model="none", block_size=4, **dict(
-        max_num_batched_tokens=16, max_num_seqs=4) | options), num_blocks)
+        max_num_batched_tokens=16, max_num_seqs=4) | options), num_blocks, most_drafts=16)
 
 
 def test_drafts_take_only_what_is_left():
