@@ -34,6 +34,7 @@ pytestmark = pytest.mark.floor
     (dict(kv_store_bytes=100), ["kv_store_bytes=100", "without kv_store"]),
     (dict(max_lora_rank=8), ["max_lora_rank=8", "enable_lora"]),
     (dict(tensor_parallel_size=0), ["tensor_parallel_size", "at least 1", "got 0"]),
+    (dict(trace=5), ["trace must be", "got 5"]),
     (dict(block_size=None), ["block_size", "got None"]),
     (dict(max_num_batched_tokens=8, max_num_seqs=9),
      ["max_num_batched_tokens=8", "max_num_seqs=9"]),

@@ -131,7 +131,8 @@ def test_what_a_sequence_needs(params, index, bad_words, waits, controls, num_sc
 
 
 @pytest.mark.parametrize(("bias", "named"), [
-    ([5], "[5]"), ({-1: 1}, "-1"), ({1.5: 1}, "1.5"), ({"x": 1}, "'x'"), ({True: 1}, "True"),
+    ([5], "[5]"), ({-1: 1}, "-1"), ({1.5: 1}, "1.5"), ({"x": 1}, "'x'"), ({" 5": 1}, "' 5'"),
+    ({True: 1}, "True"),
     ({5: math.nan}, "nan"), ({5: math.inf}, "inf"), ({5: -math.inf}, "-inf"), ({5: 100.1}, "100.1"),
     ({5: -101}, "-101"), ({5: "1"}, "'1'"), ({5: True}, "True"), ({5: None}, "None"),
 ], ids=str)

@@ -12,8 +12,12 @@ import torch
 from checkpoints import EOS, Reference, byte_tokenizer
 from helpers import watch_steps
 from small_engine import assert_idle, drain, drain_through
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from nanoserve import LLM, Logprob, RequestOutputKind, SamplingParams, sampler
+from nanoserve.request import LogprobHistory
 from nanoserve.sampler import score
 
 TOLERANCE = 1e-4
@@ -267,6 +271,16 @@ def test_without_text_there_is_no_decoded_token(qwen3, kinds):
     [out] = llm.generate([SHARED], params_of(0, detokenize=False), use_tqdm=False)
     entries = [*out.outputs[0].logprobs, *out.prompt_logprobs[1:]]
     assert all(logprob.decoded_token is None for entry in entries for logprob in entry.values())
+
+
+def test_a_tokens_text_keeps_the_space_in_front_of_a_full_stop():
+    """Some tokenizers "clean up" such spaces, and all texts together would not be the output."""
+    words = Tokenizer(WordLevel({"so": 0, " .": 1}, unk_token="so"))
+    history = LogprobHistory(SamplingParams(logprobs=0), PreTrainedTokenizerFast(
+        tokenizer_object=words, clean_up_tokenization_spaces=True))
+    history.add(0, [(1, -0.5, 1)])
+    history.decode()
+    assert history.samples[0][0][1].decoded_token == " ."
 
 
 # ------------------------------------------------------------------- numbers

@@ -251,6 +251,14 @@ def test_a_text_in_front_of_a_call_does_not_belong_to_it():
                          dict(role="assistant", content="", tool_calls=[call("{}")])])
 
 
+def test_a_turn_without_a_thought_is_not_tried_with_one():
+    """This template writes one of both, so the text would seem lost."""
+    either = ("{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content or m.content }}"
+              "{% endfor %}")
+    assert rendered(either, [dict(role="system", content="Be brief."), dict(
+        role="assistant", content="Yes.")]) == "<system>Be brief.<assistant>Yes."
+
+
 THINKS = (  # gpt-oss: a thought or a text, and the first call alone
     "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.reasoning_content %}"
     "{{ raise_exception('one of both') }}{% endif %}<{{ m.reasoning_content }}{{ m.content }}>"

@@ -342,7 +342,8 @@ def test_a_history_may_leave_out_the_thought_that_the_prompt_begins():
 
 def test_an_answer_without_its_marker_is_an_answer():
     for name in ("Hunyuan A13B", "gpt-oss", "Command R7B"):
-        for text in ("助手Yes.", "<|x|>", "a to=functions.get x to=", "[{<tool_calls>[ b"):
+        for text in ("助手Yes.", "<|x|>", "a to=functions.get x to=", "[{<tool_calls>[ b",
+                     FORMATS[name].say[:1]):
             assert read(TurnReader(FORMATS[name], {"add": {}}, ""), text, [1, 3]) == Piece("", text)
         piece = read(TurnReader(FORMATS[name], {}, ""), "Yes. It", [3], ended="length")
         assert piece.said == "Yes. It"
