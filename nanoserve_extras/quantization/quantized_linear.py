@@ -419,7 +419,7 @@ class QuantisedEmbedding(Embedding):
     def __init__(self, tokens: Slice, hidden_size: int, on: Placement, tied: bool = False, *,
                  kind: type):
         super().__init__(tokens, hidden_size, on, tied)
-        self.ops, self.device = SimpleNamespace(**vars(OPS), pack=kind.of), on.device
+        self.ops, self.device = SimpleNamespace(**vars(OPS), prepack=kind.of), on.device
         self.kept: Quantised | None = None
 
     def tensors(self, path: str) -> Tensors:
