@@ -33,15 +33,17 @@ from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.tokenizers import Tokenizer
 
 PATIENCE = 24  # tokens that are kept back before the first of them are given up
+ENDED_BY_SPAN = ""  # in place of a stop string, none of which is empty: see `Detokenizer.span`
 CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space
 
 
 class Detokenizer:
     """Text of one sequence's output: `add` each token as it comes, then `flush` at the end.
 
-    tokenizer: anything with `decode(ids, skip_special_tokens=...)`. span: given what is new of the
-    text, and whether it has ended, from where to where in it stop strings hold, and where the text
-    is over without one, or None; without a span stop strings hold everywhere.
+    tokenizer: anything with `decode(ids, skip_special_tokens=...)`. span: a function of what is new
+    of the text, and of whether it is complete. It returns in which part of the text stop strings
+    hold (first, last), and where a thought, say, ends the text without a stop string, or None.
+    Without a span stop strings hold everywhere.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int],
@@ -53,7 +55,7 @@ class Detokenizer:
         self.context = self._context(prompt_token_ids)  # decoding starts here; it was emitted
         self.pending: list[int] = []  # tokens behind the context: not emitted yet
         self.num_emitted = 0  # tokens of the output whose text was emitted
-        self.stop_string: str | None = None  # "": the span has ended the text
+        self.stop_string: str | None = None  # once the text is over: what has ended it
         self.starts = dict.fromkeys(params.stop, 0)  # where each may begin in the text
 
     def add(self, token_id: int) -> str | None:
@@ -161,7 +163,7 @@ class Detokenizer:
         found = [(at, stop) for stop, start in self.starts.items()
                  if (at := self.text.find(stop, max(first, start), last)) >= 0]
         if over is not None:
-            found.append((over, ""))
+            found.append((over, ENDED_BY_SPAN))
         if found and self.num_emitted > self.params.min_tokens:
             at, self.stop_string = min(found)
             end = at + len(self.stop_string) if self.params.include_stop_str_in_output else at

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
+from nanoserve.detokenizer import ENDED_BY_SPAN
 from nanoserve.facts import Part, check_added, facts_of
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
 from nanoserve.inputs import Prompt
@@ -275,8 +276,8 @@ class LLMEngine:
                 self.scheduler.finish(seq, "abort", None, request.num_read[seq.index])
                 continue
             if stop_string is not None:
-                self.scheduler.finish(seq, "stop", stop_string or None,
-                                      request.num_read[seq.index])
+                reason = None if stop_string == ENDED_BY_SPAN else stop_string
+                self.scheduler.finish(seq, "stop", reason, request.num_read[seq.index])
         self._hand_over(dict.fromkeys(request_of.values()),
                         [seq for seq in accepted if seq.finish_reason is not None])
         if errors:

@@ -269,8 +269,8 @@ class Request:
 
     def add_tokens(self, seq: Sequence, logprobs: list[list[tuple]] | None = None) -> str | None:
         """Turn the new tokens of `seq` into text. Returns the stop string that is in the text now,
-        if any, or "" where the text is over without one (`make_span`): it then ends after
-        `num_read` tokens, even if the step brought more.
+        `ENDED_BY_SPAN` where the text is over without one, or None where it goes on. A text that is
+        over ends after `num_read` tokens, even if the step brought more.
 
         logprobs: each new token's, where they are wanted. They are kept before any text is made, so
         that there are as many logprobs as tokens even when a tokenizer fails.
