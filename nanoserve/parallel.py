@@ -120,7 +120,7 @@ class Ranks:
         self.posted: deque = deque()  # numbers on their way to other ranks, see `post`
         self.number = 0  # counts broadcasts between the hosts: on all ranks the same
         self.done = 0  # the last such number after which this rank has sent all that it had to
-        self.awaited: list[int] = []  # a message's sender, its number, and by how many beats late
+        self.awaited: list[int] = []  # a message's sender, its number, and its delay in beats
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
         self.lock = threading.Lock()
 
@@ -181,8 +181,8 @@ class Ranks:
         return torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)
 
     def gather_best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-        """On rank 0 the id of the highest value in each row, of equals the first rank's: (rows,);
-        None on the others. Both (rows, 1), a rank's own best."""
+        """The id of the highest value of each row on rank 0, (rows,), and None on the other ranks.
+        If values are equal, the lowest rank's id wins. values, ids: this rank's best, (rows, 1)."""
         best = self.gather(torch.cat((values.double(), ids.double()), 1), 2 * self.size)
         if best is None:
             return None
@@ -190,13 +190,14 @@ class Ranks:
         return ids.gather(1, values.argmax(1, keepdim=True))[:, 0].long()
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Rank 0's numbers to all, between the devices."""
+        """Copy rank 0's numbers to all ranks, from device to device."""
         if self.size > 1:
             self._run(self.group.broadcast, [x], _from_rank_0())
 
     def broadcast_host(self, x: torch.Tensor, wait: bool = True) -> None:
-        """The same between the hosts: idle ranks wait here, which keeps no GPU busy. wait: whether
-        rank 0 waits until all have it; if not, it sends a copy, and may write `x` anew."""
+        """The same from host to host. Idle ranks wait here, because waiting in NCCL would keep
+        their GPUs busy. wait: whether rank 0 waits until all ranks have the numbers. Otherwise it
+        sends a copy, so that `x` may be written to at once."""
         if self.size > 1:
             if wait or self.rank > 0:
                 self._run(self.control.broadcast, [x], _from_rank_0())
@@ -206,7 +207,7 @@ class Ranks:
             self.number += 1
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Numbers for one other rank, which need not wait for them yet."""
+        """Send numbers to one other rank, without waiting until it has received them."""
         self.post(x, self.control.send, [x], to, self.number % TAGS)
         while len(self.posted) > 2 * self.size:
             _, work = self.posted.popleft()
@@ -217,8 +218,8 @@ class Ranks:
         self.posted.append((x, collective(*args)))
 
     def receive(self, x: torch.Tensor, source: int, number: int) -> torch.Tensor:
-        """Wait for what another rank has posted, which is as long as `x`; returns `x`, filled.
-        number: the sender's then, so that the next message is not taken for one that was lost."""
+        """Wait for what another rank sends, which is as long as `x`; returns `x`, filled. number:
+        the sender's `number` when it sends this, so that a later message is not taken for it."""
         self.awaited = [source, number, 0]
         self._run(self.control.recv, [x], source, number % TAGS)
         self.awaited = []
@@ -247,7 +248,7 @@ class Ranks:
             raise RuntimeError(f"{', '.join(wrong)} of the GPUs gives wrong numbers: {remedy}")
 
     def hand_out(self, content: bytes = b"") -> bytes | bytearray:
-        """Rank 0's bytes, on all ranks, between two steps: for what is rare."""
+        """Return rank 0's bytes on all ranks. Slow, and only for the time between two steps."""
         if self.size == 1:
             return content
         length = torch.tensor([len(content)])
@@ -277,7 +278,7 @@ class Ranks:
     def _run(self, collective, *args) -> None:
         try:
             work = collective(*args)
-            if work is not None:  # of NCCL's, on the current stream, there is nothing to wait for
+            if work is not None:  # NCCL returns None where it runs on the current stream
                 work.wait()
         except RuntimeError as error:
             raise ConnectionError(f"rank {self.rank} lost the others: {error}") from error
@@ -286,8 +287,9 @@ class Ranks:
 
     @property
     def lost_parent(self) -> bool:
-        """Whether rank 0 has started this process, and died since: its pipe is closed then. If a
-        process that the user has forked keeps that open, this one has another parent."""
+        """Whether rank 0, which started this process, has died. Its death closes the pipe to this
+        process's standard input, unless a fork of rank 0 holds the pipe open. Then the death shows
+        in the parent's id."""
         return self.parent is not None and (
             self.parent != os.getppid() or bool(select([sys.stdin], [], [], 0)[0]))
 
@@ -367,7 +369,7 @@ SOLO = Ranks()
 
 
 def wait_for(device: torch.device, seconds: float) -> None:
-    """Until the GPU has done what is queued. Raises `RuntimeError` if that takes longer."""
+    """Wait until the GPU has run all queued kernels. Raises `RuntimeError` after `seconds`."""
     done, deadline = torch.cuda.Event(), time.monotonic() + seconds
     done.record(torch.cuda.current_stream(device))
     while not done.query():
@@ -381,7 +383,8 @@ def _from_rank_0(**values) -> dist.BroadcastOptions:
 
 
 def _options(kind: type, **values):
-    """On the current stream, which a graph records and other kernels share, and not on NCCL's."""
+    """Options with which a collective runs on the current stream, behind the kernels there, and is
+    recorded in a graph. NCCL would otherwise use a stream of its own."""
     options = kind()
     options.asyncOp = False
     for name, value in values.items():
@@ -406,9 +409,9 @@ def _options(kind: type, **values):
 # Each rank is handed a function that makes its runner. vLLM's executors call functions of the other
 # ranks by name, which can do more, and costs a short step more than its numbers do.
 
-HEAD = 2 ** 10  # numbers that are broadcast before the length is known: decodes mostly end there
+HEAD = 2 ** 10  # numbers of the first broadcast, which holds most messages of decode steps whole
 STOP = -1  # in the place of the length: no more steps will come
-LAST_WORD = torch.full((HEAD,), STOP, dtype=torch.int32)  # it ends the other ranks
+LAST_WORD = torch.full((HEAD,), STOP, dtype=torch.int32)  # the message that ends the other ranks
 
 
 def serve_rank(ranks: Ranks, make_runner: Callable) -> None:
@@ -436,8 +439,9 @@ def serve_one(runner) -> bool:
 
 
 def broadcast(ranks: Ranks, message: torch.Tensor, wait: bool = True) -> None:
-    """Rank 0's message, into the buffers of the others. A long one takes a second broadcast. wait:
-    until all have it; a later stage may still compute the step before."""
+    """Copy rank 0's message into the other ranks' buffers; a long one takes a second broadcast.
+    wait: whether rank 0 waits until all have it. A later stage of a pipeline may still be busy with
+    the step before."""
     if ranks.size > 1:
         ranks.broadcast_host(message[:HEAD], wait)
         if message[0] > HEAD:
