@@ -147,12 +147,13 @@ def _as_lists(values):
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-# Entries of generation_config.json: those that are applied where a request says nothing, beside
-# those that hold for every request (`read_suppressed`); those that change texts unless they have
-# this value; and those that never do.
+# Entries of generation_config.json: those that are applied where a request says nothing; those that
+# are applied to every request; those that would change texts unless they have this value; and those
+# that never do. All others are said at the start (`not_applied`).
 RECOMMENDED = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
                    repetition_penalty="repetition_penalty", max_new_tokens="max_tokens",
                    min_new_tokens="min_tokens", stop_strings="stop")
+FORBIDDING = ("suppress_tokens", "bad_words_ids")  # of the second only words of one token
 NEUTRAL = dict(
     do_sample=True, max_length=20, min_length=0, no_repeat_ngram_size=0, epsilon_cutoff=0,
     encoder_no_repeat_ngram_size=0, eta_cutoff=0, diversity_penalty=0, penalty_alpha=0, num_beams=1,
@@ -163,7 +164,7 @@ WITHOUT_EFFECT = re.compile(
     "_.*|transformers_version|(bos|eos|pad|decoder_start)_token_id|.*cache.*|return_dict.*|output_.*|"
     "renormalize_logits|.*compile.*|is_assistant|(num_)?assistant_.*|prompt_lookup.*|use_mtp|"
     "max_matching_ngram_size|speculation_type|trust_remote_code|low_memory|prefill_chunk_size|"
-    "target_lookbehind|continuous_batching_config|suppress_tokens")
+    "target_lookbehind|continuous_batching_config")
 
 
 class InputProcessor:
@@ -286,10 +287,10 @@ class InputProcessor:
         generation_config.json, and of its `bad_words_ids` those that are one token and no EOS. As
         in transformers, ids outside the vocabulary forbid nothing."""
         found = self.model_config.generation_defaults
-        with in_words("generation_config.json: suppress_tokens and bad_words_ids must be lists of "
-                      "token ids, and of such lists", TypeError):
-            ids = list(found.get("suppress_tokens") or [])
-            words = [list(word) for word in found.get("bad_words_ids") or []]
+        with in_words(f"generation_config.json: {' and '.join(FORBIDDING)} must be lists of token "
+                      "ids, and of such lists", TypeError):
+            ids, words = (list(found.get(name) or []) for name in FORBIDDING)
+            words = [list(word) for word in words]
             ids += [word[0] for word in words if len(word) == 1 and word[0] not in self._eos_ids()]
             if any(type(i) is not int for i in ids):
                 raise TypeError(f"got {ids!r:.80}")
@@ -297,16 +298,17 @@ class InputProcessor:
 
     def not_applied(self) -> list[str]:
         """The entries of generation_config.json that would change texts, and don't, as a line."""
-        found = {name: value for name, value in self.model_config.generation_defaults.items()
-                 if name not in RECOMMENDED and not WITHOUT_EFFECT.fullmatch(name)
+        entries, applied = self.model_config.generation_defaults, {*RECOMMENDED, *FORBIDDING}
+        if any(len(word) != 1 for word in entries.get("bad_words_ids") or []):
+            applied.remove("bad_words_ids")
+        found = {name: value for name, value in entries.items()
+                 if name not in applied and not WITHOUT_EFFECT.fullmatch(name)
                  and value is not None and value != [] and value != NEUTRAL.get(name, {})}
         length = found.get("max_length")
         if isinstance(length, int) and length >= self.config.max_model_len:
             del found["max_length"]
-        if all(len(word) == 1 for word in found.get("bad_words_ids", [])):
-            found.pop("bad_words_ids", None)
-        entries = ", ".join(f"{name}={value!r:.60}" for name, value in found.items())
-        return [f"generation_config.json: not applied: {entries}"] * bool(found)
+        listed = ", ".join(f"{name}={value!r:.60}" for name, value in found.items())
+        return [f"generation_config.json: not applied: {listed}"] * bool(found)
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms -> its text, if it has one, and its token ids.

@@ -59,7 +59,8 @@ def test_entries_of_generation_config_are_applied_or_said(qwen3, tmp_path, capsy
 
 @pytest.mark.parametrize("options", [{}, dict(async_scheduling=True), dict(
     speculative_config=dict(method="ngram", num_speculative_tokens=3))], ids=str)
-def test_tokens_that_the_checkpoint_suppresses_never_come(qwen3, tmp_path, expected, options):
+def test_tokens_that_the_checkpoint_suppresses_never_come(qwen3, tmp_path, expected, options,
+                                                          capsys):
     """As transformers' `generate` obeys both entries, whatever a request asks for."""
     folder, free = copy_of(qwen3, tmp_path), expected("Hello")
     entries = dict(suppress_tokens=[free[0], free[1], 10 ** 6], bad_words_ids=[[free[2]], [EOS]])
@@ -69,6 +70,7 @@ def test_tokens_that_the_checkpoint_suppresses_never_come(qwen3, tmp_path, expec
                           max_new_tokens=8, eos_token_id=10 ** 6)[0, -8:].tolist()
     assert not {*want} & {*free[:3]}
     llm = make(folder, **options)
+    assert "not applied" not in capsys.readouterr().err
     for params in (greedy(8, ignore_eos=True), greedy(8, ignore_eos=True, bad_words=["#"])):
         assert tokens(run(llm, [HELLO] * 2, params)) == [want] * 2
     with pytest.raises(ValueError, match="leave no token.*generation_config.json its suppress"):
