@@ -63,8 +63,8 @@ from benchmarks.workloads import WORKLOADS, Request, wrapped
 from nanoserve import rules
 from nanoserve.command import command
 from nanoserve.device import pick_device
-from nanoserve.hub import BUNDLED
 from nanoserve.llm import BUNDLED_MODEL, find_folder, read_model
+from nanoserve.loader import BUNDLED
 from nanoserve.memory import free_cpu_memory
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.doctor import features

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from benchmarks.train import encode, make_batch, split_corpus
-from nanoserve.hub import BUNDLED
+from nanoserve.loader import BUNDLED
 
 MODEL = BUNDLED / "storyteller"
 WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM = 256, 96, 4, 2, 32

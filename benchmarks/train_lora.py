@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from benchmarks.train import batch_loss, encode, evaluate, make_batch, split_corpus
-from nanoserve.hub import BUNDLED
+from nanoserve.loader import BUNDLED
 
 MODEL = BUNDLED / "storyteller"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

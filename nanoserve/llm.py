@@ -32,8 +32,8 @@ from nanoserve.device import describe, fit_to_device, load_backend, pick_device
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.facts import Fact, facts_of
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
-from nanoserve.hub import find_model
 from nanoserve.inputs import InputProcessor, Prompt, as_list, conversations, one_for_each
+from nanoserve.loader import find_model
 from nanoserve.memory import fit_to_cache
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts

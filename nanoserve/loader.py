@@ -1,4 +1,8 @@
-"""Weight files to parameters: copy each tensor to its layer, and check that none is missing.
+"""Where a checkpoint is, and its weight files to parameters: each tensor is copied to its layer.
+
+A model is named by a folder, a hub id such as "Qwen/Qwen3-0.6B", or a bundled one ("storyteller",
+wherever the package is installed). `huggingface_hub` fetches a hub id's files that an engine reads,
+keeps them and works offline.
 
 A checkpoint is one `model.safetensors`, or several shards with an index that says which tensor lies
 in which file. A file is mapped, so loading needs the model's size and one tensor, never two models;
@@ -52,7 +56,69 @@ ROPE_TABLES = re.compile(r"(rotary\w*|rope)\.(\w*inv_freq|freqs|(cos|sin)\w*)$|\
 MASKS = re.compile(r"(attn|attention)\.(bias|mask|causal_mask)$")
 DRAFT_LAYERS = "mtp_layers."  # MiMo's layers for drafts, which no token needs
 DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
+SECOND_COPIES = ["consolidated*", "original/*"]  # Mistral's and Meta's own files, the same weights
+HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # always fetched
+READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
+BUNDLED = Path(__file__).parent / "assets"
+HUB_CODE = ["*.py", "*.tiktoken"]  # for `trust_remote_code`: code, and its vocabularies
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with its file and name
+
+
+def find_model(model: str | Path, option: str = "model", weights: bool = True,
+               code: bool = False, revision: str | None = None) -> Path:
+    """The folder of a model: a local or bundled one, or a hub id's (fetched, or from its cache).
+
+    weights, code: whether these are wanted from the hub, too. revision: a branch, a tag or a commit
+    there. Raises `ValueError` when there is no such model, naming the option that it was given
+    with, and for a revision of a folder, which has none.
+    """
+    if not isinstance(model, (str, Path)) or not str(model).strip():
+        raise ValueError(f"{option}={model!r}: name a folder or a hub id")
+    folder = Path(model).expanduser()
+    if not folder.exists() and len(folder.parts) == 1 and (BUNDLED / folder).is_dir():
+        folder = BUNDLED / folder
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is about hub ids, and {option}={str(model)!r} "
+                             "is a folder: leave it out")
+        check_fetched(folder, weights)
+        return folder
+    if folder.suffix == ".gguf":
+        raise ValueError(f"{option}={str(model)!r} is a GGUF file, and nanoserve_extras, which "
+                         "reads these, is not there")
+    if folder.exists():
+        raise ValueError(f"{option}={str(model)!r} is a file: name the folder it lies in")
+    if len(folder.parts) > 2 or str(model)[0] in "./~":  # no hub id begins or looks so
+        raise ValueError(f"{option}={str(model)!r} is not a local folder, and no hub id looks so")
+    # Imported here because only a hub id needs it: a local folder works without the package.
+    from huggingface_hub import snapshot_download
+    try:
+        folder = Path(snapshot_download(str(model), revision=revision, allow_patterns=[
+            *HUB_FILES, *["*.safetensors"] * weights, *HUB_CODE * code],
+            ignore_patterns=SECOND_COPIES))
+        if weights and not any(folder.glob("*.safetensors")):
+            snapshot_download(str(model), revision=revision,
+                              allow_patterns=["pytorch_model*.bin"])
+        return folder
+    except Exception as error:  # a network can fail in a dozen ways; the remedy is the same
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise ValueError(f"{option}={str(model)!r} is not a local folder, and as a hub id it could "
+                         f"not be fetched: {type(error).__name__}: {reason} (without a network: "
+                         "fetch it elsewhere, and name its folder)") from error
+
+
+def check_fetched(folder: Path, weights: bool) -> None:
+    """Raises `ValueError` for what `git clone` leaves in the place of large files without LFS, and
+    for a pipe or a device, which whoever reads it would wait for."""
+    for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
+        if file.suffix not in READ or not file.exists() or file.is_dir():
+            continue
+        if not file.is_file():
+            raise ValueError(f"{file} is no regular file: remove it, or put the real one there")
+        read = file.suffix == ".json" or weights and file.suffix in (".safetensors", ".bin")
+        if read and file.stat().st_size < 1024 and file.read_bytes().startswith(
+                b"version https://git-lfs"):
+            raise ValueError(f"{file} is a pointer to a file that is not here: run git lfs pull")
 
 
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path,

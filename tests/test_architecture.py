@@ -23,7 +23,6 @@ MAY_IMPORT = {
     "facts": [],
     "command": [],
     "turns": [],
-    "hub": [],
     "tokenizers": [],
     "wrappings": [],
     "model_config": ["wrappings"],
@@ -66,9 +65,9 @@ MAY_IMPORT = {
     "engine": ["config", "detokenizer", "facts", "hooks", "inputs", "metrics", "model_config",
                "model_runner", "progress", "request", "rules", "scheduler", "sequence",
                "tokenizers", "turns"],
-    "llm": ["config", "defaults", "device", "engine", "facts", "hooks", "hub", "inputs", "memory",
-            "model_config", "model_runner", "parallel", "processes", "progress", "request", "rules",
-            "self_test", "tokenizers", "vllm"],
+    "llm": ["config", "defaults", "device", "engine", "facts", "hooks", "inputs", "loader",
+            "memory", "model_config", "model_runner", "parallel", "processes", "progress",
+            "request", "rules", "self_test", "tokenizers", "vllm"],
 }
 BOTTOM_UP = [*MAY_IMPORT]
 # Late, inside a function, because only who asks for it needs it.
@@ -90,14 +89,14 @@ IDEAS = {
 }
 
 # Can be read, run and tested without torch, in seconds.
-PURE = ["hub", "wrappings", "model_config", "config", "sequence", "hooks", "block_manager",
+PURE = ["wrappings", "model_config", "config", "sequence", "hooks", "block_manager",
         "scheduler", "command", "defaults", "facts", "metrics", "progress", "inputs", "rules",
         "vllm", "turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["loader", "wrappings"],
          "triton": ["triton_attention", "triton_delta", "triton_fused", "triton_sampling"],
          "transformers": ["model_config", "tokenizers"],
-         "huggingface_hub": ["hub"]}
+         "huggingface_hub": ["loader"]}
 
 
 def read(name: str, package: Path = PACKAGE) -> str:

@@ -88,7 +88,7 @@ def test_a_folder_has_no_revision(qwen3):
 
 def test_a_bundled_model_has_a_name(qwen3, tmp_path, monkeypatch):
     """Wherever the package is installed; a folder of that name goes first."""
-    from nanoserve.hub import find_model
+    from nanoserve.loader import find_model
 
     monkeypatch.chdir(tmp_path)
     folder = find_model("storyteller")

@@ -9,7 +9,7 @@ from helpers import write_json
 from loading import greedy, load, stored_tensors
 
 from nanoserve import LLM, loader
-from nanoserve.hub import find_model
+from nanoserve.loader import find_model
 
 
 def pickled(folder, files: dict[str, dict] | None = None, **options):

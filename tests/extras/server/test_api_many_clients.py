@@ -15,7 +15,7 @@ import pytest
 from serving import CHAT, PROMPT, Serving
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.hub import find_model
+from nanoserve.loader import find_model
 
 ASKED = dict(temperature=0, max_tokens=10)
 DOCUMENTS = ["It rained all day.", "The king had three daughters.", "A fox ran over the hill."]

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from benchmarks.models import WRAPPINGS
 from nanoserve import LLM
-from nanoserve.hub import find_model
+from nanoserve.loader import find_model
 from nanoserve_extras.tools import verify
 from nanoserve_extras.tools.verify import Text, main
 

@@ -9,7 +9,7 @@ import pytest
 from loading import greedy, load
 
 from nanoserve import LLM
-from nanoserve.hub import find_model
+from nanoserve.loader import find_model
 
 
 def test_a_file_instead_of_its_folder(checkpoints):
