@@ -423,14 +423,20 @@ class PoolingInputs(InputProcessor):
             count, begin = self.own_limit, ""
         side = asked.truncation_side or given.get("truncation_side") or self.pooler.side
         end = ids[-1:] if text is None and self.pooler.side == "right" else []
-        ids = self.cut(ids, count, side,
-                       lambda text: (self._ids(begin, text) if self.tokenizer else []) + end)
+        ids = self._cut(ids, count, side,
+                        lambda text: (self._ids(begin, text) if self.tokenizer else []) + end)
         if len(ids) > limit:  # all of it may be prompt: with 64, one of 64 tokens is fine
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, and this model's maximum context length is "
                 f"{limit} tokens: shorten it, cut it with truncate_prompt_tokens, or raise "
                 "max_model_len (and kv_cache_memory_bytes, if the KV cache is what limits it)")
         return ids
+
+    def _cut(self, ids: list[int], count: int | None, side: str,
+             read: Callable[[str], list[int]]) -> list[int]:
+        """`cut`, where the files may say that the chat template's end is cut like a text's."""
+        return self.cut(ids, count, side,
+                        read if self.pooler.files.restores_suffix else lambda text: [])
 
     def pair(self, query: str, document: str, chat_template: str | None, asked: Any) -> Prompt:
         """What a reranker reads: as its template says, one text behind the other (a generator that
@@ -457,7 +463,7 @@ class PoolingInputs(InputProcessor):
                     truncation="longest_first" if most and not side else False,
                     max_length=self.config.max_model_len if most == -1 else most)["input_ids"][0]
 
-        ids = self.cut(read(query, document), most, side or "right", lambda text: read(
+        ids = self._cut(read(query, document), most, side or "right", lambda text: read(
             text if count is None else query, text))
         return {"prompt": begin + query + document, "prompt_token_ids": ids}
 

@@ -60,7 +60,7 @@ def keep_function(path: Any) -> nn.Module:
 def keep_modes(modes: Any) -> tuple[str, ...]:
     modes = [modes] if isinstance(modes, str) else modes
     only_if(isinstance(modes, list) and len(modes) > 0, modes)
-    return tuple(POOLING_TYPES[only_if(mode in POOLING_TYPES, mode)] for mode in modes)
+    return tuple(POOLING_TYPES[only_if(str(mode) in POOLING_TYPES, mode)] for mode in modes)
 
 
 def keep_prompts(prompts: Any) -> dict[str, str]:
@@ -78,6 +78,14 @@ def only(names: str, remedy: str) -> Rule:
     """A dict with no other entries than these, which are applied or change no number."""
     return Rule(f"a dict with no entries but {names} ({remedy})", lambda given: only_if(
         isinstance(given, dict) and given.keys() <= set(names.replace(",", "").split()), given))
+
+
+def parts(names: str, remedy: str) -> Rule:
+    """The same, whose entries are dicts."""
+    whole = only(names, remedy)
+    return Rule(f"{whole.must}, each of them a dict", lambda given: {
+        name: only_if(isinstance(part, dict | None), part) or {}
+        for name, part in whole.keep(given).items()})
 
 
 FUNCTION = Rule(f"torch.nn.modules.activation. and one of {', '.join(FUNCTIONS)}", keep_function)
@@ -171,8 +179,8 @@ class TransformerFile(Record):
     module_output_name: str | None = option(None, rules.choice(TOKENS, SCORES, LOGITS))
     max_seq_length: int | None = option(None, rules.COUNT)
     do_lower_case: bool | None = option(None, rules.FLAG)
-    processing_kwargs: dict | None = option(None, only("text, common, chat_template", "else the "
-                                                       "texts would be read in another way"))
+    processing_kwargs: dict | None = option(None, parts("text, common, chat_template", "else the "
+                                                        "texts would be read in another way"))
     query_length: None = option(None, PER_TOKEN)
     document_length: None = option(None, PER_TOKEN)
     query_expansion: None = option(None, PER_TOKEN)
@@ -212,6 +220,7 @@ class TransformerFile(Record):
         if {"max_length", "truncation"} & set(self.template or {}):
             raise ValueError(f"processing_kwargs: chat_template={self.template!r:.120}: max_length "
                              "and truncation must stand in its entry text")
+        rules.checked("chat_template: restore_suffix", rules.FLAG, self.restores_suffix)
         if self.longest is not None:
             rules.checked("model_max_length", rules.COUNT, self.longest)
 
@@ -219,16 +228,20 @@ class TransformerFile(Record):
     def reading(self) -> dict:
         """How the tokenizer is called for a text."""
         said = self.processing_kwargs or {}
-        return (said.get("common") or {}) | (said.get("text") or {})
+        return said.get("common", {}) | said.get("text", {})
 
     @property
     def template(self) -> dict | None:
         """The chat template's options, where texts are read through it."""
         if "message" not in (self.modality_config or {}):
             return None
-        said = dict((self.processing_kwargs or {}).get("chat_template") or {})
-        said.pop("restore_suffix", None)  # what stands behind a text always stays, if it is cut
-        return said
+        said = (self.processing_kwargs or {}).get("chat_template", {})
+        return {name: value for name, value in said.items() if name != "restore_suffix"}
+
+    @property
+    def restores_suffix(self) -> bool:
+        """Whether what the chat template writes behind a text stays when the text is cut."""
+        return (self.processing_kwargs or {}).get("chat_template", {}).get("restore_suffix", True)
 
     @property
     def longest(self) -> int | None:
@@ -353,6 +366,7 @@ class SentenceModel:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     template: dict | None = None  # texts are read through the chat template, with these options
+    restores_suffix: bool = True  # what the template writes behind a text stays, if that is cut
     lowers: bool = False  # letters, before the text is split
     longest: int | None = None  # tokens of a text, as sentence_bert_config.json says it itself
 
@@ -376,6 +390,7 @@ def read_sentence_model(folder: Path, config: dict, hidden_size: int) -> Sentenc
     model.task, model.template, model.lowers = (
         first.transformer_task, first.template, bool(first.do_lower_case))
     model.longest, model.truncate_dim = first.longest, said.truncate_dim
+    model.restores_suffix = first.template is None or first.restores_suffix
     model.kind = "classify" if is_reranker(folder) else "embed"
     with in_words(str(folder / "modules.json"), ValueError):
         _follow(modules, model, hidden_size)

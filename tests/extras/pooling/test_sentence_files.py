@@ -271,6 +271,26 @@ def test_texts_are_read_through_the_chat_template_where_the_files_say_so(model):
             assert_close(vectors(got), [state.mean(0)])
 
 
+@pytest.mark.parametrize("restores", [None, True, False])
+def test_the_end_of_a_template_stays_or_is_cut_as_the_files_say(model, restores):
+    folder, hidden, _ = model
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = f"{ROLES}ABC"
+    tokenizer.save_pretrained(folder)
+    output = dict(method="forward", method_output_name="last_hidden_state")
+    options = {} if restores is None else dict(restore_suffix=restores)
+    write_files(folder, POOLING, first=dict(
+        modality_config=dict(text=output, message=output | dict(format="flat")),
+        processing_kwargs=dict(chat_template=options, text=dict(max_length=16))))
+    kept = tokenizer.encode("<user>a fox in t" if restores is False else "<user>a fox iABC")
+    [expected] = hidden([kept])
+    with start(folder, runner="auto") as llm:
+        asked = PoolingParams(truncate_prompt_tokens=-1, truncation_side="right")
+        [output] = llm.embed("a fox in the forest", pooling_params=asked, use_tqdm=False)
+        assert output.prompt_token_ids == kept
+        assert_close(vectors([output]), [expected.mean(0)])
+
+
 # ----------------------------------------------------------------------------------------- texts
 
 

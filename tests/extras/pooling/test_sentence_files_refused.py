@@ -35,6 +35,7 @@ REFUSED = [
     ("1_Pooling/config.json", [1], "1_Pooling.config.json"),
     ("1_Pooling/config.json", dict(pooling_mode="sum"), "pooling_mode .*weightedmean.*'sum'"),
     ("1_Pooling/config.json", dict(pooling_mode=[]), "pooling_mode"),
+    ("1_Pooling/config.json", dict(pooling_mode=[["cls"]]), "pooling_mode"),
     ("1_Pooling/config.json", dict(pooling_mode_sum=True), "pooling_mode_sum=True"),
     ("1_Pooling/config.json", dict(include_prompt="no"), "include_prompt .*'no'"),
     ("2_Dense/config.json", DENSE | dict(activation_function="my.Swish"), "activation_f.*my.Swish"),
@@ -69,6 +70,10 @@ REFUSED = [
         truncation=False))), "truncation"),
     ("sentence_bert_config.json", dict(modality_config=dict(message=TEXT), processing_kwargs=dict(
         chat_template=dict(max_length=9))), "chat_template=.*max_length"),
+    *[("sentence_bert_config.json", dict(processing_kwargs={name: given}), "each of them a dict.*")
+      for name in ("text", "common", "chat_template") for given in (5, [1], "x")],
+    ("sentence_bert_config.json", dict(processing_kwargs=dict(
+        chat_template=dict(restore_suffix="no"))), "restore_suffix .*'no'"),
     ("sentence_bert_config.json", dict(query_length=32), "query_length.*ColBERT"),
     ("sentence_bert_config.json", dict(document_length=32), "document_length.*ColBERT"),
     ("sentence_bert_config.json", dict(query_expansion=dict(strategy="fixed")), "query_expansion"),
