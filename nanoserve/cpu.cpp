@@ -3,8 +3,9 @@
 // One loop multiplies everything: `multiply` below. Its right-hand side lies in *panels*. A panel
 // is 16 outputs wide and as long as there are inputs; 16 outputs of one *unit* are neighbours, one
 // line of a CPU's cache. A unit is 32 bits along the inputs: one float32, or two bfloat16, which
-// AVX512-BF16 multiplies and adds in one instruction. Its left-hand side, the rows, is repacked in
-// each call, so that for each unit a tile's rows stand side by side:
+// AVX512-BF16 multiplies and adds in one instruction. Other CPUs multiply float32 alone, one after
+// the other. The left-hand side, the rows, is repacked in each call, so that for each unit a tile's
+// rows stand side by side; for those other CPUs in float32, for each input:
 //
 //     panel (units, 16)                       rows (units, 6)         sums (6, 16 P), in registers
 //     unit 0   o0 o1 o2 ... o15   64 bytes    unit 0   r0 r1 .. r5    r0  o0 o1 ... o15 | o16 ...
@@ -79,10 +80,18 @@ template <class Sum, class T> inline Sum sum_of(const T *x, long count, bool squ
     return sum;
 }
 
-// Unit u of a row of `count` numbers; what isn't there is zero.
-template <class T> inline uint32_t unit_of(const T *x, long u, long count) {
-    if (u * PER_UNIT<T> >= count) return 0;
-    if constexpr (PER_UNIT<T> == 1) return as_bits(x[u]);
+// How many times the loop goes through a unit, with how many numbers of a row each time.
+#if defined(__AVX512BF16__)
+template <class T> constexpr long STEPS = 1;
+#else
+template <class T> constexpr long STEPS = ON_TILES<T> ? 1 : PER_UNIT<T>;
+#endif
+template <class T> constexpr long PER_STEP = PER_UNIT<T> / STEPS<T>;
+
+// N numbers of a row of `count` as 32 bits, the u-th such; what isn't there is zero.
+template <long N, class T> inline uint32_t unit_of(const T *x, long u, long count) {
+    if (u * N >= count) return 0;
+    if constexpr (N == 1) return as_bits(wide(x[u]));
     else return x[2 * u].bits | (2 * u + 1 < count ? uint32_t(x[2 * u + 1].bits) << 16 : 0);
 }
 
@@ -98,27 +107,35 @@ template <class T> struct Plain {
     using Line = Bits;
     using Number = T;
     static constexpr int VECTORS = PANEL / LANES, WORDS = PANEL;  // a panel's unit, as stored
-    static Line load(const uint32_t *at, int part) {
+    static constexpr int STEPS = ::STEPS<T>;
+    static Line load(const uint32_t *at, int part, int step) {
         Line line;
         std::memcpy(&line, at + part * LANES, sizeof line);
-        return line;
+        if constexpr (STEPS == 1) return line;
+        else return step == 0 ? line << 16 : line & 0xffff0000u;  // as float32
     }
     static uint32_t unit(const uint32_t *rows, long u, int row, int tile_rows) {
         return rows[u * tile_rows + row];
     }
     static void multiply_add(Sum &sum, Line panel, uint32_t row) {
-        if constexpr (PER_UNIT<T> == 1) sum += (Vector)panel * as_float(row);
-        else {
 #if defined(__AVX512BF16__)
+        if constexpr (PER_STEP<T> == 2) {
             sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(row)),
                                            (__m512bh)panel);
-#else
-            sum += (Vector)(panel << 16) * as_float(row << 16);
-            sum += (Vector)(panel & 0xffff0000u) * as_float(row & 0xffff0000u);
-#endif
+            return;
         }
+#endif
+        sum += (Vector)panel * as_float(row);
     }
-    static Vector result(Sum sum, const float *, int) { return sum; }
+    // What is in memory is a sum already, which goes on: its bits don't depend on where it stopped.
+    static Sum begin(const float *at) {
+        Sum sum;
+        std::memcpy(&sum, at, sizeof sum);
+        return sum;
+    }
+    static void end(Sum sum, const float *, int, float *at, bool) {
+        std::memcpy(at, &sum, sizeof sum);
+    }
 };
 
 // Panels of int8, read as they are stored, for T that has two numbers a unit: rows are pairs of
@@ -132,8 +149,8 @@ struct Whole {
     using Sum = __m512i;
     using Line = __m512i;
     using Number = float;  // not of 16 bits: no matrix tiles
-    static constexpr int VECTORS = 1, WORDS = PANEL / 2;
-    static Line load(const uint32_t *at, int) {
+    static constexpr int VECTORS = 1, WORDS = PANEL / 2, STEPS = 1;
+    static Line load(const uint32_t *at, int, int) {
         return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
     }
     static uint32_t unit(const uint32_t *rows, long u, int row, int) {
@@ -144,8 +161,12 @@ struct Whole {
     static void multiply_add(Sum &sum, Line panel, uint32_t row) {
         sum = _mm512_dpwssd_epi32(sum, panel, _mm512_set1_epi32(int(row)));
     }
-    static Vector result(Sum sum, const float *scales, int row) {
-        return (Vector)_mm512_cvtepi32_ps(sum) * scales[row];
+    static Sum begin(const float *) { return Sum{}; }  // whole numbers, which are scaled first
+    static void end(Sum sum, const float *scales, int row, float *at, bool add) {
+        Vector total = (Vector)_mm512_cvtepi32_ps(sum) * scales[row], was{};
+        if (add) std::memcpy(&was, at, sizeof was);
+        total += was;
+        std::memcpy(at, &total, sizeof total);
     }
 };
 #else
@@ -156,7 +177,7 @@ using Whole = Plain<BFloat16>;  // in name only
 // sums (R, 16 * P) = rows (units, R) times P panels. The units may lie in several segments: of V,
 // each tile is one. panels: where each segment's P panels begin, (segments, P). next: the same of
 // what is read afterwards, which is fetched meanwhile; or null. scales: of `Whole` rows. out: rows
-// of `stride` numbers, to which the sums are added if `add` says so.
+// of `stride` numbers, with which the sums begin if `add` says so.
 template <class Kind, int R, int P>
 void multiply(const uint32_t *rows, const float *scales, const uint32_t *const *panels,
               const uint32_t *const *next, long segments, long units, float *out, long stride,
@@ -164,30 +185,30 @@ void multiply(const uint32_t *rows, const float *scales, const uint32_t *const *
     constexpr int WIDTH = P * Kind::VECTORS, WORDS = Kind::WORDS;  // WIDTH: vectors of a row's sums
     typename Kind::Sum sums[R * WIDTH];
 #pragma GCC unroll 64
-    for (int i = 0; i < R * WIDTH; i++) sums[i] = typename Kind::Sum{};
+    for (int i = 0; i < R * WIDTH; i++)
+        sums[i] = add ? Kind::begin(out + i / WIDTH * stride + i % WIDTH * LANES)
+                      : typename Kind::Sum{};
     long unit = 0;
     for (long s = 0; s < segments; s++, panels += P, next += next ? P : 0)
-        for (long u = 0; u < units; u++, unit++) {
-            typename Kind::Line line[WIDTH];
+        for (long u = 0; u < units; u++)
+#pragma GCC unroll 2
+            for (int step = 0; step < Kind::STEPS; step++, unit++) {
+                typename Kind::Line line[WIDTH];
 #pragma GCC unroll 16
-            for (int i = 0; i < WIDTH; i++) {  // vector by vector: a register each
-                const int p = i / Kind::VECTORS, part = i % Kind::VECTORS;
-                line[i] = Kind::load(panels[p] + u * WORDS, part);
-                if (next && part == 0 && u * WORDS % PANEL == 0) fetch(next[p] + u * WORDS);
+                for (int i = 0; i < WIDTH; i++) {  // vector by vector: a register each
+                    const int p = i / Kind::VECTORS, part = i % Kind::VECTORS;
+                    line[i] = Kind::load(panels[p] + u * WORDS, part, step);
+                    const bool is_new = part == 0 && step == 0 && u * WORDS % PANEL == 0;
+                    if (next && is_new) fetch(next[p] + u * WORDS);
+                }
+#pragma GCC unroll 64
+                for (int i = 0; i < R * WIDTH; i++)
+                    Kind::multiply_add(sums[i], line[i % WIDTH],
+                                       Kind::unit(rows, unit, i / WIDTH, R));
             }
 #pragma GCC unroll 64
-            for (int i = 0; i < R * WIDTH; i++)
-                Kind::multiply_add(sums[i], line[i % WIDTH],
-                                   Kind::unit(rows, unit, i / WIDTH, R));
-        }
-#pragma GCC unroll 64
-    for (int i = 0; i < R * WIDTH; i++) {
-        float *at = out + i / WIDTH * stride + i % WIDTH * LANES;
-        Vector was{};
-        if (add) std::memcpy(&was, at, sizeof was);
-        was += Kind::result(sums[i], scales, i / WIDTH);
-        std::memcpy(at, &was, sizeof was);
-    }
+    for (int i = 0; i < R * WIDTH; i++)
+        Kind::end(sums[i], scales, i / WIDTH, out + i / WIDTH * stride + i % WIDTH * LANES, add);
 }
 
 using Multiply = void (*)(const uint32_t *, const float *, const uint32_t *const *,
@@ -245,14 +266,45 @@ void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_r
             put_on_tile(is_there ? row : nullptr, inputs, r, tile_rows, out);
             continue;
         }
-        for (long u = 0; u < units_in<T>(inputs); u++)
-            out[u * tile_rows + r] = is_there ? unit_of(row, u, inputs) : 0;
+        for (long u = 0; u < STEPS<T> * units_in<T>(inputs); u++)
+            out[u * tile_rows + r] = is_there ? unit_of<PER_STEP<T>>(row, u, inputs) : 0;
     }
 }
 
 // ------------------------------------------------------------------ products
 
 constexpr long AHEAD = 128;  // lines of panels fetched early; not with few rows, see docs/LOG.md
+constexpr long INPUTS_AT_ONCE = 256, MANY_TILES = 8;
+
+// A panel's part as float32, a line for each input. place: of the copy.
+inline const uint32_t *widened(const uint32_t *panel, long units, long place) {
+    constexpr long SIZE = INPUTS_AT_ONCE * PANEL;
+    uint32_t *const copy = scratch<uint32_t>(6, 4 * SIZE) + place * SIZE;
+    for (long u = 0; u < units; u++, panel += PANEL)
+        for (long o = 0; o < PANEL; o++) {
+            copy[2 * u * PANEL + o] = panel[o] << 16;
+            copy[(2 * u + 1) * PANEL + o] = panel[o] & 0xffff0000u;
+        }
+    return copy;
+}
+
+// sums (tiles, R, 16 P) of many tiles of rows, where bfloat16 is multiplied as float32: each part
+// of a panel is widened once for all tiles. Some inputs at a time, so that it and a tile's part
+// stay in the first cache. Each sum goes on where it stopped: its bits are those of a row alone.
+inline void multiply_in_parts(const uint32_t *rows, long tiles, long tile_size, int tile_rows,
+                              const uint32_t *const *panels, long width, long units, float *sums) {
+    const Multiply loop = loop_for<Plain<float>>(tile_rows, width);
+    constexpr long AT_ONCE = INPUTS_AT_ONCE / 2;
+    for (long first = 0; first < units; first += AT_ONCE) {
+        const long count = std::min(AT_ONCE, units - first);
+        const uint32_t *part[4];
+        for (long i = 0; i < width; i++)
+            part[i] = widened(panels[i] + first * PANEL, count, i);
+        for (long t = 0; t < tiles; t++)
+            loop(rows + t * tile_size + 2 * first * tile_rows, nullptr, part, nullptr, 1, 2 * count,
+                 sums + t * tile_rows * width * PANEL, width * PANEL, first > 0);
+    }
+}
 
 // out (rows, outputs) = x @ weight.T + bias. at: which rows of x, null for the first ones in order.
 template <class T, class Out = T>
@@ -261,7 +313,7 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
     if (!rows) return;  // a step that samples nothing: the LM head need not be read
     const Tiling tiling(rows, ON_TILES<T>);
     const long units = units_in<T>(inputs), panels = ceil_div(outputs, PANEL);
-    const long tile_size = room_for<T>(inputs) * tiling.rows;
+    const long tile_size = STEPS<T> * room_for<T>(inputs) * tiling.rows;
     uint32_t *packed = scratch<uint32_t>(0, tiling.tiles * tile_size);
     share_out(tiling.tiles, rows > 32, [&](long t) {
         pack_rows(x, at, t * tiling.rows, rows, tiling.rows, inputs, packed + t * tile_size);
@@ -280,8 +332,13 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
                 list[i] = weight + (p + i) * units * PANEL;
                 next[i] = list[i] + lines * PANEL;
             }
+            const bool in_parts = STEPS<T> == 2 && end_tile - first_tile > MANY_TILES;
+            const long size = tiling.rows * width * PANEL;  // 32 rows and 2 panels on matrix tiles
+            float *sums = scratch<float>(7, (in_parts ? end_tile - first_tile : 1) * size);
+            if (in_parts)
+                multiply_in_parts(packed + first_tile * tile_size, end_tile - first_tile, tile_size,
+                                  tiling.rows, list, width, units, sums);
             for (long t = first_tile; t < end_tile; t++) {
-                alignas(64) float sums[16 * 4 * PANEL];  // 32 rows and 2 panels on matrix tiles
                 // Each of the last tiles fetches one of the next panels, so that memory does not
                 // rest meanwhile: the last tile panel 0. An only tile fetches all of them.
                 const long k = end_tile - 1 - t;
@@ -289,11 +346,13 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
                 for (int i = 0; i < width; i++)
                     ahead[i] = end_tile - first_tile == 1 || i == k ? next[i] : list[i];
                 const bool fetches = tiling.panels < 4 && k < width;
-                loop(packed + t * tile_size, nullptr, list, fetches ? ahead : nullptr, 1, units,
-                     sums, width * PANEL, false);
+                if (!in_parts)
+                    loop(packed + t * tile_size, nullptr, list, fetches ? ahead : nullptr, 1, units,
+                         sums, width * PANEL, false);
+                const float *of_tile = sums + (in_parts ? (t - first_tile) * size : 0);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
-                    put_row(sums + r * width * PANEL, bias ? bias + p * PANEL : nullptr,
+                    put_row(of_tile + r * width * PANEL, bias ? bias + p * PANEL : nullptr,
                             out + (t * tiling.rows + r) * outputs + p * PANEL, count);
                 }
             }
@@ -312,7 +371,8 @@ void prepack(const T *weight, uint32_t *out, long count, long outputs, long inpu
             const long output = p % panels * PANEL + o;
             const T *row = weight + (p / panels * outputs + output) * inputs;
             for (long u = 0; u < units; u++)
-                out[(p * units + u) * PANEL + o] = output < outputs ? unit_of(row, u, inputs) : 0;
+                out[(p * units + u) * PANEL + o] =
+                    output < outputs ? unit_of<PER_UNIT<T>>(row, u, inputs) : 0;
         }
     });
 }
@@ -507,8 +567,8 @@ template <class T> struct Attention {
         const tiles::Borrowed<ON_TILES<T>> borrowed;
         const Tiling tiling(rows, ON_TILES<T>);
         const long padded_rows = tiling.tiles * tiling.rows;
-        const long q_units = whole ? LONGEST_WHOLE / 2 : room_for<T>(head_dim);
-        const long weight_units = whole ? LONGEST_WHOLE / 2 : TILES_AT_ONCE * V_UNITS;
+        const long q_units = whole ? LONGEST_WHOLE / 2 : STEPS<T> * room_for<T>(head_dim);
+        const long weight_units = whole ? LONGEST_WHOLE / 2 : STEPS<T> * TILES_AT_ONCE * V_UNITS;
         uint32_t *packed = scratch<uint32_t>(0, padded_rows * q_units);
         uint32_t *weights = scratch<uint32_t>(3, padded_rows * weight_units);
         float *sums = scratch<float>(1, padded_rows * cache.padded);
@@ -665,7 +725,8 @@ template <class T> struct Attention {
         if constexpr (ON_TILES<T>)
             return put_on_tile(rounded, n * PANEL, int(m % tile_rows), tile_rows, tile);
         uint32_t *row = tile + m % tile_rows;
-        for (long u = 0; u < n * V_UNITS; u++) row[u * tile_rows] = unit_of(rounded, u, n * PANEL);
+        for (long u = 0; u < n * PANEL / PER_STEP<T>; u++)
+            row[u * tile_rows] = unit_of<PER_STEP<T>>(rounded, u, n * PANEL);
     }
 
     // sums (rows, head_dim) += weights V. Meanwhile the next keys are fetched.
@@ -774,7 +835,8 @@ inline void fold(Line *S, const float *q, const float *k, Line &v, float decay, 
     std::memcpy(v, read, sizeof v);
 }
 
-// A portion is a row's head: some columns lie in a core's nearest cache, token by token, then others.
+// A portion is a row's head: some columns lie in a core's nearest cache, token by token, then
+// others.
 template <class T>
 void delta_rule(const T *qkv, const float *decay, const float *beta, float *states,
                 const int64_t *sources, const int64_t *slots, const int32_t *starts, T *out, long,
@@ -906,8 +968,9 @@ constexpr long PART = 256;  // tokens whose weights are summed up, so that not a
 
 // By inverse CDF: the first token whose cumulated weight exceeds the row's random number.
 template <class T>
-void sample_tokens(const T *logits, const float *temperature, const int64_t *seeds, const int64_t *positions,
-          const float *floor, const int32_t *last, int64_t *out, long rows, long size) {
+void sample_tokens(const T *logits, const float *temperature, const int64_t *seeds,
+                   const int64_t *positions, const float *floor, const int32_t *last, int64_t *out,
+                   long rows, long size) {
     argmax(logits, out, rows, size);
     share_out(rows, rows * size > 8192, [&](long row) {
         if (temperature[row] == 0 || out[row] < 0) return;
@@ -965,7 +1028,8 @@ extern "C" const Function functions[] = {
              f32 states[_states heads key_size size], i64 sources[rows], i64 slots[tokens],
              i32 starts[_ends] -> T out[tokens heads size]),
     FUNCTION(argmax, T logits[rows size] -> i64 out[rows]),
-    FUNCTION(thresholds, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],
+    FUNCTION(thresholds, T logits[rows size], f32 temperature[rows], i32 top_k[rows],
+             f32 top_p[rows],
              f32 min_p[rows] -> f32 out[rows], i32 last[rows]),
     FUNCTION(sample_tokens, T logits[rows size], f32 temperature[rows], i64 seeds[rows],
              i64 positions[rows], f32? floor[rows], i32? last[rows] -> i64 out[rows]),

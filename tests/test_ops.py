@@ -375,6 +375,18 @@ def count_threads():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_cpu_a_row_alone_has_the_bits_of_a_row_in_a_crowd(dtype):
+    """Many rows may take another way: tiles of registers, a panel's part at a time."""
+    if "cpu" not in available():
+        pytest.skip("needs a compiler")
+    ops = load_backend("cpu")
+    x, weight = numbers(300, 1100, dtype=dtype), ops.prepack(numbers(40, 1100, dtype=dtype))
+    crowd = ops.linear(x, weight)
+    for count in (1, 2, 5, 17, 60, 129):
+        assert torch.equal(ops.linear(x[-count:], weight), crowd[-count:]), count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, dtype):
     """To the last bit; several times, because threads that write to one place need not meet."""
     if "cpu" not in available():
