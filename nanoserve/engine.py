@@ -32,7 +32,7 @@ from pathlib import Path
 
 from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.detokenizer import ENDED_BY_SPAN
+from nanoserve.detokenizer import Tokenizer
 from nanoserve.facts import Part, check_added, facts_of
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
 from nanoserve.inputs import Prompt
@@ -43,7 +43,6 @@ from nanoserve.progress import say
 from nanoserve.request import Inbox, Request, RequestOutput
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
-from nanoserve.tokenizers import Tokenizer
 from nanoserve.turns import Turns
 
 
@@ -270,14 +269,14 @@ class LLMEngine:
         request_of = {seq: self.requests[seq.request.request_id] for seq in accepted}
         for seq, request in request_of.items():
             try:
-                stop_string = request.add_tokens(seq, logprobs.get(seq))
+                is_over = request.add_tokens(seq, logprobs.get(seq))
             except Exception as error:
                 errors.append(error)
                 self.scheduler.finish(seq, "abort", None, request.num_read[seq.index])
                 continue
-            if stop_string is not None:
-                reason = None if stop_string == ENDED_BY_SPAN else stop_string
-                self.scheduler.finish(seq, "stop", reason, request.num_read[seq.index])
+            if is_over:
+                stop_string = request.detokenizers[seq.index].stop_string
+                self.scheduler.finish(seq, "stop", stop_string, request.num_read[seq.index])
         self._hand_over(dict.fromkeys(request_of.values()),
                         [seq for seq in accepted if seq.finish_reason is not None])
         if errors:

@@ -26,12 +26,12 @@ from os.path import commonprefix
 from typing import NotRequired, TypedDict
 
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.detokenizer import Tokenizer
 from nanoserve.messages import render_messages
 from nanoserve.model_config import ModelConfig
 from nanoserve.plain_texts import PlainTexts
 from nanoserve.request import Request, RequestStateStats
 from nanoserve.rules import in_words
-from nanoserve.tokenizers import Tokenizer
 from nanoserve.vllm import in_our_words
 
 # ---------------------------------------------------------------------- prompts

@@ -28,6 +28,7 @@ from typing import TypeVar
 from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.defaults import own_parts, resolve
+from nanoserve.detokenizer import Tokenizer, load_tokenizer
 from nanoserve.device import describe, fit_to_device, load_backend, pick_device
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.facts import Fact, facts_of
@@ -42,7 +43,6 @@ from nanoserve.processes import start_ranks, take_gpu
 from nanoserve.progress import prompts_bar, say, summary
 from nanoserve.request import Request, RequestOutput
 from nanoserve.self_test import failing_functions
-from nanoserve.tokenizers import Tokenizer, load_tokenizer
 from nanoserve.vllm import missing_method, takes_vllms_words
 
 AnExtra = TypeVar("AnExtra", bound=Extra)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from secrets import randbits
 from typing import Any
 
-from nanoserve.tokenizers import Tokenizer
+from nanoserve.detokenizer import Tokenizer
 
 # DeepSeek's tokenizers don't call <｜User｜> special; Gemma 4 has <|turn> and <turn|>.
 MARK_OF_TURN = r"<[|｜].+>|<.+[|｜]>"

@@ -25,9 +25,8 @@ from weakref import WeakValueDictionary
 import xxhash
 
 from nanoserve.config import RequestOutputKind, SamplingParams
-from nanoserve.detokenizer import Detokenizer
+from nanoserve.detokenizer import Detokenizer, StopStrings, Tokenizer
 from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
-from nanoserve.tokenizers import Tokenizer
 
 # ---------------------------------------------------------------------- outputs
 # What the caller gets back: `RequestOutput`, its samples, their logprobs, and its times.
@@ -211,7 +210,7 @@ class Request:
     root: CacheEntry | None = None  # parent of its first block
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
     chat_template: str | None = None  # it wrote the prompt; None: the tokenizer's own, if any
-    make_span: Callable | None = None  # says where in a sample's text stop strings hold, or its end
+    make_stops: Callable[[SamplingParams], StopStrings] = StopStrings  # one for each sample's text
     made: dict[object, Any] = field(default_factory=dict)  # by extra: what it has made of this
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
@@ -256,8 +255,8 @@ class Request:
                 core, list(ids), index, xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
                 num_prompt_logprobs=len(ids) - 1 if scores else 0))
             if params.detokenize and self.tokenizer is not None:
-                span = self.make_span() if self.make_span else None
-                self.detokenizers.append(Detokenizer(self.tokenizer, params, ids, span))
+                self.detokenizers.append(
+                    Detokenizer(self.tokenizer, params, ids, self.make_stops(params)))
         self.num_read = [len(ids)] * params.n
         self.told = [(0, 0)] * params.n
         self.history = LogprobHistory(params, self.tokenizer if params.detokenize else None)
@@ -267,10 +266,9 @@ class Request:
     def finished(self) -> bool:
         return all(seq.finish_reason is not None for seq in self.sequences)
 
-    def add_tokens(self, seq: Sequence, logprobs: list[list[tuple]] | None = None) -> str | None:
-        """Turn the new tokens of `seq` into text. Returns the stop string that is in the text now,
-        `ENDED_BY_SPAN` where the text is over without one, or None where it goes on. A text that is
-        over ends after `num_read` tokens, even if the step brought more.
+    def add_tokens(self, seq: Sequence, logprobs: list[list[tuple]] | None = None) -> bool:
+        """Turn the new tokens of `seq` into text. Returns whether a stop string has ended the text:
+        then it ends after `num_read` tokens, even if the step brought more.
 
         logprobs: each new token's, where they are wanted. They are kept before any text is made, so
         that there are as many logprobs as tokens even when a tokenizer fails.
@@ -287,12 +285,14 @@ class Request:
             # The token that ended it, EOS say, is no text, unless the caller wants to see it.
             hidden = (ended is not None and token_id in seq.request.stop_ids
                       and not self.params.include_stop_str_in_output)
-            stop_string = None if hidden else self.detokenizers[index].add(token_id)
+            detokenizer = self.detokenizers[index]
+            if not hidden:
+                detokenizer.add(token_id)
             if ended is not None:
-                stop_string = self.detokenizers[index].flush() or stop_string
-            if stop_string is not None:
-                return stop_string
-        return None
+                detokenizer.flush()
+            if detokenizer.is_over:
+                return True
+        return False
 
     def flush(self) -> None:
         """The request ends early, by an abort: text that was held back comes out as it is."""

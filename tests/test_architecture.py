@@ -23,7 +23,6 @@ MAY_IMPORT = {
     "facts": [],
     "command": [],
     "turns": [],
-    "tokenizers": [],
     "wrappings": [],
     "model_config": ["wrappings"],
     "config": ["rules", "vllm"],
@@ -32,12 +31,12 @@ MAY_IMPORT = {
     "hooks": ["sequence", "facts", "rules"],
     "block_manager": ["sequence", "hooks"],
     "scheduler": ["config", "sequence", "hooks", "block_manager"],
-    "detokenizer": ["config", "tokenizers"],
-    "request": ["config", "sequence", "detokenizer", "tokenizers"],
+    "detokenizer": ["config"],
+    "request": ["config", "sequence", "detokenizer"],
     "messages": ["rules"],
-    "plain_texts": ["tokenizers"],
-    "inputs": ["config", "messages", "model_config", "plain_texts", "request", "rules",
-               "tokenizers", "vllm"],
+    "plain_texts": ["detokenizer"],
+    "inputs": ["config", "detokenizer", "messages", "model_config", "plain_texts", "request",
+               "rules", "vllm"],
     "progress": ["request"],
     "metrics": ["hooks", "request", "scheduler", "sequence"],
     "batch": ["sequence"],
@@ -64,10 +63,10 @@ MAY_IMPORT = {
                      "sequence"],
     "engine": ["config", "detokenizer", "facts", "hooks", "inputs", "metrics", "model_config",
                "model_runner", "progress", "request", "rules", "scheduler", "sequence",
-               "tokenizers", "turns"],
-    "llm": ["config", "defaults", "device", "engine", "facts", "hooks", "inputs", "loader",
-            "memory", "model_config", "model_runner", "parallel", "processes", "progress",
-            "request", "rules", "self_test", "tokenizers", "vllm"],
+               "turns"],
+    "llm": ["config", "defaults", "detokenizer", "device", "engine", "facts", "hooks", "inputs",
+            "loader", "memory", "model_config", "model_runner", "parallel", "processes", "progress",
+            "request", "rules", "self_test", "vllm"],
 }
 BOTTOM_UP = [*MAY_IMPORT]
 # Late, inside a function, because only who asks for it needs it.
@@ -95,7 +94,7 @@ PURE = ["wrappings", "model_config", "config", "sequence", "hooks", "block_manag
 # A package that only these files may import.
 HOMES = {"safetensors": ["loader", "wrappings"],
          "triton": ["triton_attention", "triton_delta", "triton_fused", "triton_sampling"],
-         "transformers": ["model_config", "tokenizers"],
+         "transformers": ["detokenizer", "model_config"],
          "huggingface_hub": ["loader"]}
 
 

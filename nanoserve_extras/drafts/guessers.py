@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from nanoserve.detokenizer import load_tokenizer
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.facts import Fact
 from nanoserve.llm import find_folder
@@ -29,7 +30,6 @@ from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import check_shares
 from nanoserve.progress import say
 from nanoserve.sequence import Sequence, Step
-from nanoserve.tokenizers import load_tokenizer
 
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet

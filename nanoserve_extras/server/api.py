@@ -63,6 +63,7 @@ from nanoserve_extras.server.protocol import (
     read_json,
 )
 from nanoserve_extras.server.tool_grammar import ModelTurns
+from nanoserve_extras.server.tools import TurnStops
 from nanoserve_extras.server.tracer import Tracer
 from nanoserve_extras.server.translate import EventWriter, Kept, Language, ResponsesBody
 from nanoserve_extras.server.translate_messages import CountBody, MessagesBody
@@ -156,7 +157,7 @@ class Server:
             answer.readers = [read() for _ in range(body.num_samples)]
             is_watched = body.must_call or self.turns.form.thought and requests[0].params.stop
             if is_watched and answer.readers[0]:
-                requests[0].make_span = lambda: read().span
+                requests[0].make_stops = lambda params: TurnStops(params, read())
         return answer
 
     def _request(self, body: GenerationBody, prompt: Any, params: SamplingParams, request_id: str):

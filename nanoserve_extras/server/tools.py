@@ -28,6 +28,8 @@ from itertools import islice
 from os.path import commonprefix
 from typing import Any
 
+from nanoserve.config import SamplingParams
+from nanoserve.detokenizer import StopStrings
 from nanoserve_extras.server.loose_calls import JSON, WAIT, Call, LooseReader
 from nanoserve_extras.server.tool_schemas import KINDS, forms_of, kinds_of
 
@@ -184,7 +186,7 @@ class TurnReader:
         return piece
 
     def span(self, text: str, ended: bool) -> tuple[int, int, int | None]:
-        """Instead of `feed`, for a `Detokenizer`: stop strings hold from the first character of an
+        """Instead of `feed`, for `TurnStops`: stop strings count from the first character of an
         answer or a call on, up to what may become a mark. None is found in a thought, or in the
         white space behind it. The third number is where the turn is over, if it is."""
         self.is_heard = True  # also text that only may be an answer
@@ -510,6 +512,20 @@ class TurnReader:
             parts[i] = json.dumps(parts[i]) if i % 2 else re.sub(
                 r"([{,])([^{}\[\],:]+):", r'\1"\2":', part)
         return JSON.decode("".join(parts))
+
+
+class TurnStops(StopStrings):
+    """Stop strings of a turn: they count in its answer and its calls, and not in its thoughts.
+    Where the reader says that the turn is over, the text ends, too."""
+
+    def __init__(self, params: SamplingParams, reader: TurnReader):
+        super().__init__(params)
+        self.reader, self.is_watching = reader, True
+
+    def find(self, text: str, new_text: str, is_complete: bool) -> tuple[int, str | None] | None:
+        self.first, self.last, end = self.reader.span(new_text, is_complete)
+        found = super().find(text, new_text, is_complete)
+        return found if end is None or found and found[0] < end else (end, None)
 
 
 class Draft:

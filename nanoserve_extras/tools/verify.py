@@ -41,13 +41,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanoserve.config import KERNELS, RequestOutputKind, SamplingParams
+from nanoserve.detokenizer import load_tokenizer
 from nanoserve.device import pick_device
 from nanoserve.hooks import Extra
 from nanoserve.llm import LLM, find_folder, read_model
 from nanoserve.model_config import ModelConfig, read_architecture, read_json
 from nanoserve.parallel import check_shares
 from nanoserve.sequence import Step
-from nanoserve.tokenizers import load_tokenizer
 from nanoserve_extras.block_store.block_store import BlockStore
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.verify_served import (

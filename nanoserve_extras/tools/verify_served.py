@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 
 from nanoserve.config import SamplingParams
+from nanoserve.detokenizer import Tokenizer
 from nanoserve.llm import LLM
-from nanoserve.tokenizers import Tokenizer
 
 WINDOW = 512  # tokens that are read at a time, at most
 NUM_LIKELY = 20  # tokens whose probabilities are compared at each position

@@ -234,7 +234,8 @@ def stream(name: str, prompt: list[int], output: list[int], **params):
     detokenizer = Detokenizer(TOKENIZERS[name], SamplingParams(**params), prompt)
     seen = []
     for token_id in output:
-        if detokenizer.add(token_id) is not None:
+        detokenizer.add(token_id)
+        if detokenizer.is_over:
             break
         seen.append(detokenizer.visible_text)
     detokenizer.flush()

@@ -15,7 +15,7 @@ from serving import CHATS, Serving
 from tokenizers import pre_tokenizers
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.tokenizers import load_tokenizer
+from nanoserve.detokenizer import load_tokenizer
 from nanoserve_extras.tools import verify_served
 from nanoserve_extras.tools.verify import NEAR_TIE, write_reference
 from nanoserve_extras.tools.verify_served import WINDOW, read_windows, reference_answers

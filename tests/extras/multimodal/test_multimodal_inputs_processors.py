@@ -16,7 +16,7 @@ from seeing import NAMED, NETWORKS, PLACES, TILED, TOKENS, Seer, make_seeing, ma
 from small_engine import drain
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.tokenizers import load_tokenizer
+from nanoserve.detokenizer import load_tokenizer
 from nanoserve_extras.multimodal.multimodal import Multimodal
 from nanoserve_extras.multimodal.multimodal_inputs import load_processor
 from nanoserve_extras.tools.verify import load_reference

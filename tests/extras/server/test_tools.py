@@ -18,7 +18,7 @@ from nanoserve.messages import render_messages
 from nanoserve_extras.server.loose_calls import Call
 from nanoserve_extras.server.tool_format import derive
 from nanoserve_extras.server.tool_schemas import kinds_of
-from nanoserve_extras.server.tools import Piece, TurnReader
+from nanoserve_extras.server.tools import Piece, TurnReader, TurnStops
 
 ASKED = [{"role": "user", "content": "What now?"}]
 TYPES = {"string": st.text(max_size=12) | st.sampled_from(
@@ -403,12 +403,15 @@ def test_stop_strings_hold_in_the_answer_and_not_in_the_thought(name, stop, thou
     at, first = min(found, default=(len(said), ""), key=lambda one: (one[0] + len(one[1]), *one))
     want = said[:at] + first * includes
     params = SamplingParams(stop=stop, include_stop_str_in_output=includes, max_tokens=None)
-    detokenizer = Detokenizer(Letters(), params, [], TurnReader(FORMATS[name], {}, prompt).span)
-    seen, ended = [""], None
+    detokenizer = Detokenizer(
+        Letters(), params, [], TurnStops(params, TurnReader(FORMATS[name], {}, prompt)))
+    seen = [""]
     for letter in text:
-        ended = ended or detokenizer.add(ord(letter))
+        if not detokenizer.is_over:
+            detokenizer.add(ord(letter))
         seen.append(detokenizer.visible_text)
-    ended = ended or detokenizer.flush()
+    detokenizer.flush()
+    ended = detokenizer.stop_string
     assert all(later.startswith(before) for before, later in zip(
         seen, [*seen[1:], detokenizer.text], strict=True) if not ended)
     assert detokenizer.text.startswith(seen[-1]) or ended

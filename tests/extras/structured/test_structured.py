@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from plain_sampling import assert_distributed
 
 from nanoserve import SamplingParams, StructuredOutputsParams, ops
+from nanoserve.detokenizer import load_tokenizer
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.sequence import Sequence
-from nanoserve.tokenizers import load_tokenizer
 from nanoserve_extras.structured.structured import Grammar, Grammars, from_response_format
 
 NONE = np.array((), dtype=np.int64)

@@ -9,8 +9,8 @@ from checkpoints import Reference
 from test_verify import use_modes
 
 from nanoserve import LLM
+from nanoserve.detokenizer import load_tokenizer
 from nanoserve.llm import BUNDLED_MODEL
-from nanoserve.tokenizers import load_tokenizer
 from nanoserve_extras.tools import verify, verify_served
 from nanoserve_extras.tools.verify_served import Answers, Kind, Served, read_windows
 
