@@ -307,6 +307,9 @@ def test_what_no_row_asks_for_costs_nothing():
     greedy = asking([SamplingParams(temperature=0, top_k=5, top_p=.5)] * 3)
     assert sampling_inputs(greedy) == SamplingInputs()
     assert sample_logits(torch.eye(3, 50), greedy, refuses).token_ids.tolist() == [0, 1, 2]
+    step, batch = sampling_step(asking([SamplingParams(presence_penalty=1, logprobs=3)]))
+    step.network = 1  # it drafts, for rows that may ask for anything
+    assert SamplingInputs.of(step, batch, {}) == SamplingInputs()
     refuses.sample_tokens = ops.sample_tokens
     sample_logits(torch.eye(2, 50), asking([SamplingParams(top_k=50), SamplingParams(top_k=-1)]),
                   refuses)

@@ -152,7 +152,7 @@ class Pooler:
                                  "no_post_processing")
             self._read_rows(_token_ids(words, tokenizer), method == "from_2_way_softmax",
                             vocab_size)
-        kept = "lm_head." if self.token_ids and not self.tied else "score."
+        kept = "lm_head." if self.token_ids else "score."
         if not self.files.pooling_types:
             self.unused = tuple(name for name in HEADS if name != kept)
         problem = entries.get("problem_type")
@@ -341,7 +341,7 @@ class First:
     vector: torch.Tensor | None = None
 
     def add(self, vectors: torch.Tensor, start: int) -> None:
-        if self.vector is None and len(vectors):
+        if self.vector is None:
             self.vector = vectors[:1]
 
     def result(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ from checkpoints import byte_tokenizer
 from encoders import classes_of, hidden_of, make
 from helpers import write_json
 from pooled import POOLING, assert_close, data, dense, start, vectors, write_files
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -92,19 +93,20 @@ def test_vectors_are_float32_whatever_the_network_computes_in(qwen3, mode):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_text_begins_with_is_not_pooled_where_the_file_says_so(tmp_path):
-    folder = make("bert", tmp_path / "bert")
-    tokenizer = with_ends(folder)
-    texts = ["a fox", "", "The king"]
+def test_what_a_text_begins_with_is_not_pooled_where_the_file_says_so(model):
+    """A step may hold nothing else: on a decoder they take five tokens here."""
+    folder, hidden_of, width = model
+    tokenizer, texts = with_ends(folder), ["a fox", "", "The king"]
+    chunks = dict(max_num_batched_tokens=5, max_num_seqs=5) if width == 64 else {}
     for mode, way in WAYS.items():
         write_files(folder, ("Pooling", dict(pooling_mode=mode, include_prompt=False), {}),
                     prompts=dict(query="find: "), default_prompt_name="query")
-        hidden = hidden_of(folder, [tokenizer.encode(f"find: {text}") for text in texts])
+        hidden = hidden_of([tokenizer.encode(f"find: {text}") for text in texts])
         expected = [way(h[1 + len("find: "):]) for h in hidden]  # <s>, too
         if mode == "weightedmean":  # a position keeps its weight
             counted = [torch.arange(1.0, len(h) + 1)[7:, None] for h in hidden]
             expected = [(h[7:] * w).sum(0) / w.sum() for h, w in zip(hidden, counted, strict=True)]
-        with start(folder) as llm:
+        with start(folder, runner="auto", **chunks) as llm:
             assert_close(vectors(llm.embed(texts, use_tqdm=False)), expected, mode)
             if mode == "mean":
                 short = PoolingParams(truncate_prompt_tokens=7, truncation_side="right")
@@ -242,6 +244,10 @@ def test_a_generator_whose_files_make_it_a_reranker(checkpoints, tmp_path, name,
                     processing_kwargs=dict(chat_template=dict(add_generation_prompt=True))),
                 **RERANKER)
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if network.config.tie_word_embeddings:  # some files have the same numbers twice
+        [file] = folder.glob("*.safetensors")
+        tensors = load_file(file)
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
     text = "<system>find<query>king?<document>A fox.A:" if renders else "findking?A fox."
     with torch.no_grad():
         logits = network(torch.tensor([tokenizer.encode(text)])).logits[0, -1]
@@ -352,6 +358,20 @@ def test_a_text_is_as_long_as_the_files_let_it_be(model, where):
     with start(folder, runner="auto", max_model_len=10) as llm:  # the user's own: nothing is cut
         with pytest.raises(ValueError, match="12 tokens.*10"):
             llm.embed("a fox in t")
+
+
+def test_where_no_file_names_a_length_a_text_ends_with_the_positions(model):
+    folder, hidden, _ = model
+    tokenizer = with_ends(folder)
+    tokenizer.backend_tokenizer.enable_truncation(500)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", model_max_length=None)
+    write_files(folder, POOLING)
+    with start(folder, runner="auto") as llm:
+        most = llm.model_config.max_position_embeddings
+        [output] = llm.embed("fox " * most, use_tqdm=False)
+        assert output.prompt_token_ids == [*tokenizer.encode("fox " * most)[:most - 1], 257]
+        assert_close(vectors([output]), [hidden([output.prompt_token_ids])[0].mean(0)])
 
 
 @pytest.mark.parametrize("options, words", [
