@@ -18,10 +18,10 @@ share of the real time is what `bench.py` prints (`Watch`).
 
 Invariant: the minimum is that of the steps as they were scheduled: it judges their execution only.
 A better schedule (a prefix computed once) has a smaller minimum. BW and MM are measured on the same
-machine (on a CPU before and after a run), not taken from a datasheet. Known limits: a copy writes
-as much as it reads, so work that only reads may pass 100%; one device is assumed for any number of
-ranks; and the formula counts the last layer for all tokens, though most prompt tokens need only
-keys and values there (`Decoder.forward`).
+machine (on a CPU before and after a run), not taken from a datasheet. Known limits: on a GPU a
+copy writes as much as it reads, so work that only reads may pass 100%; one device is assumed for
+any number of ranks; and the formula counts the last layer for all tokens, though most prompt tokens
+need only keys and values there (`Decoder.forward`).
 """
 
 import argparse
@@ -31,12 +31,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
 
 from benchmarks.workloads import Request, community
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.device import load_backend
 from nanoserve.hooks import Extra
 from nanoserve.llm import LLM
 from nanoserve.model_config import ModelConfig
@@ -215,19 +217,37 @@ def simulate(requests: list[Request], config: ModelConfig, max_num_seqs: int = 2
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Time a copy of more than any cache holds, and a large matrix product; the best of several.
-
-    The best, because disturbances only ever make a run longer. The product is torch's plain `a @
-    b`; the engine's own, packed on a CPU, may be faster.
+    """Time large copies and products; the best of several, because disturbances only ever make a
+    run longer, and the best of all ways to do them, because any of them shows what the machine can
+    do. Torch has no fast product of bfloat16 on a CPU without AVX512-BF16, for example.
     """
     on_gpu = device.type == "cuda"
     source = torch.ones(2 ** (30 if on_gpu else 27), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    seconds = _best(lambda: target.copy_(source), device)
+    bandwidth = 2 * source.nbytes / _best(lambda: target.copy_(source), device)
     size = 8192 if on_gpu else 1536
-    a = torch.randn(size, size, device=device).to(dtype)  # zeros take less power, and are faster
-    b = torch.randn(size, size, device=device).to(dtype)
-    return Machine(2 * source.nbytes / seconds, 2 * size ** 3 / _best(lambda: a @ b, device))
+    a = torch.randn(size, size, device=device)  # zeros take less power, and are faster
+    b = torch.randn(size, size, device=device)
+    flops, rates = 2 * size ** 3, []
+    for kind in {dtype, dtype if on_gpu else torch.float32}:
+        x, y = a.to(kind), b.to(kind)
+        rates.append(flops / _best(lambda: x @ y, device))  # noqa: B023 - called at once
+    if (ours := None if on_gpu else compiled()) is not None:
+        x, weight = a.to(dtype), ours.prepack(b.to(dtype))
+        rates.append(flops / _best(lambda: ours.linear(x, weight), device))
+        row = torch.ones(1, 2 ** 11, dtype=dtype)
+        weight = ours.prepack(row.expand(2 ** 15, -1))  # 128 MB in 16 bits, read for one row
+        seconds = _best(lambda: ours.linear(row, weight), device)
+        bandwidth = max(bandwidth, weight.memory.nbytes / seconds)
+    return Machine(bandwidth, max(rates))
+
+
+def compiled() -> ModuleType | None:
+    """The engine's own products on a CPU; None where there is no compiler."""
+    try:
+        return load_backend("cpu")
+    except ImportError:
+        return None
 
 
 class Watch(Extra):

@@ -113,6 +113,23 @@ def test_work_is_what_brute_force_counts(window):
         pairs + sum(start + i + 1 for start, n in rows for i in range(n)))
 
 
+def test_a_slow_product_of_torch_is_not_the_limit(monkeypatch):
+    """On a CPU without AVX512-BF16 torch's product of bfloat16 takes 40 times as long as ours."""
+    if roofline.compiled() is None:
+        pytest.skip("needs a compiler")
+    calls: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *given: calls.append("torch"))
+
+    def seconds_of(work, device) -> float:
+        calls.clear()
+        work()
+        return 100.0 if calls else 1.0
+
+    monkeypatch.setattr(roofline, "_best", seconds_of)
+    machine = roofline.measure(torch.device("cpu"), torch.bfloat16)
+    assert machine.matrix_rate == 2 * 1536 ** 3
+
+
 def test_the_machine_is_measured(monkeypatch):
     monkeypatch.undo()
     machine = roofline.measure(torch.device("cpu"), torch.float32)
