@@ -39,6 +39,7 @@ import torch
 from nanoserve import triton_attention as kernels
 from nanoserve import triton_fused as kernels_fused
 from nanoserve_extras.quantization.quantized_triton import TritonWeight
+from nanoserve_extras.recurrent.recurrent_triton import delta_rule
 
 # The most shared memory that a program may have. By default the table is of the first three: A100,
 # RTX 4090, H100. The others are RTX 3090, B200, RTX 5090 and T4.
@@ -166,9 +167,8 @@ def fold(dtype: torch.dtype, num_rows: int = 2, offset: int = 0) -> None:
     """Qwen3.5-4B's shapes: two heads of values share one of keys."""
     gates, states = torch.zeros(num_rows, 32), torch.zeros(1, 32, 128, 128)
     slots = torch.zeros(offset + num_rows, dtype=torch.int64)[offset:]
-    kernels.delta_rule(torch.zeros(num_rows, 64 * 128, dtype=dtype), gates, gates, states,
-                       slots, slots,
-                       ints(num_rows + 1, offset))
+    delta_rule(torch.zeros(num_rows, 64 * 128, dtype=dtype), gates, gates, states, slots, slots,
+               ints(num_rows + 1, offset))
 
 
 def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 0) -> None:

@@ -24,8 +24,7 @@ from nanoserve.memory import zeros
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", "thresholds",
            "linear", "embed", "new_cache", "norm_rope_store", "prepack", "paged_attention",
-           "rms_norm",
-           "delta_rule"]  # the last is recurrent_delta.py's
+           "rms_norm"]
 
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
 IS_GELU = {"silu": False, "gelu_tanh": True}
@@ -133,12 +132,6 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, scale,
         window or 0, softcap or 0, sinks, last, heads=heads - heads % kv_heads, _ends=rows + 1,
         stored=stored(size, k_cache.dtype))
-
-
-def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
-               sources: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    return LIBRARY.delta_rule(qkv, decay, beta, states, sources, slots, starts,
-                              _ends=len(sources) + 1)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

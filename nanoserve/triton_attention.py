@@ -1,6 +1,6 @@
 """The Triton kernels for GPUs, with the same functions as `ops`. This file: attention.
 
-`kernels_fused`, `kernels_sampling` and `kernels_delta` have the other functions. Attention reads K
+triton_fused.py and triton_sampling.py have the other functions. Attention reads K
 and V where they lie, a tile of BLOCK_N keys at a time, and keeps a running softmax (FlashAttention;
 Dao et al. 2022):
 
@@ -33,7 +33,6 @@ import triton.language as tl
 from nanoserve.batch import Batch
 from nanoserve.ops import argmax, embed, new_cache, prepack
 from nanoserve.ops import linear as plain_linear
-from nanoserve.triton_delta import delta_rule
 from nanoserve.triton_fused import (
     FMA,
     act_and_mul,
@@ -51,8 +50,7 @@ from nanoserve.triton_sampling import sample_tokens, thresholds
 # own (in 8 bits in another order); all but attention comes from the other files of kernels.
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", "thresholds",
            "linear", "embed", "new_cache", "norm_rope_store", "prepack", "paged_attention",
-           "rms_norm",
-           "delta_rule"]  # the last is recurrent_delta.py's
+           "rms_norm"]
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, as it is at this import
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
 

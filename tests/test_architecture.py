@@ -45,9 +45,8 @@ MAY_IMPORT = {
     "memory": ["config", "sequence"],
     "cpu": ["batch", "ops", "build", "memory"],
     "triton_fused": [],
-    "triton_delta": ["triton_fused"],
     "triton_sampling": ["ops", "triton_fused"],
-    "triton_attention": ["batch", "ops", "triton_delta", "triton_fused", "triton_sampling"],
+    "triton_attention": ["batch", "ops", "triton_fused", "triton_sampling"],
     "graphs": ["batch", "config", "sequence"],
     "self_test": ["batch", "build", "config", "graphs", "memory", "ops", "sequence"],
     "device": ["config", "cpu", "model_config", "ops", "triton_attention"],
@@ -93,7 +92,7 @@ PURE = ["wrappings", "model_config", "config", "sequence", "hooks", "block_manag
         "vllm", "turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["loader", "wrappings"],
-         "triton": ["triton_attention", "triton_delta", "triton_fused", "triton_sampling"],
+         "triton": ["triton_attention", "triton_fused", "triton_sampling"],
          "transformers": ["detokenizer", "model_config"],
          "huggingface_hub": ["loader"]}
 

@@ -72,9 +72,7 @@ def test_where_there_is_a_compiler_the_compiled_twin_is_tested():
 
 
 def test_a_namespace_has_all_names_and_no_others(ops):
-    """But the twins of an extra's op, whose specification stands with the extra."""
-    twins = [] if ops is load_backend("torch") else ["delta_rule"]
-    assert ops.__all__ == NAMES + twins
+    assert ops.__all__ == NAMES
     assert all(callable(getattr(ops, name)) for name in ops.__all__)
 
 
@@ -403,10 +401,9 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
     angles, slots = torch.rand(70, 32), torch.randperm(num_blocks * 16)[:70].int()
     stored = [numbers(num_blocks * 16, 2, 32, dtype=dtype) for _ in range(2)]
     logits, seeds = numbers(33, 5000, dtype=dtype), torch.arange(33)
-    delta, gates, state = numbers(70, 256, dtype=dtype), torch.rand(2, 70, 2), numbers(3, 2, 16, 96)
 
     def everything() -> list[torch.Tensor]:
-        cache, states = ops.new_cache(num_blocks, 16, 2, 32, dtype, CPU), state.clone()
+        cache = ops.new_cache(num_blocks, 16, 2, 32, dtype, CPU)
         write(ops, cache, *stored, list(range(num_blocks * 16)))
         return [ops.linear(x, weight, bias), ops.act_and_mul(x, "silu"),
                 *ops.add_rms_norm(x, x, torch.ones(256), 1e-6),
@@ -414,9 +411,7 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
                 ops.norm_rope_store(qkv, None, None, 1e-6, angles.cos(), angles.sin(), *cache,
                                     slots), *cache,
                 ops.paged_attention(q, *cache, batch, 0.2), ops.argmax(logits),
-                ops.delta_rule(delta, *gates, states, torch.tensor([2, 0]),
-                               torch.tensor([2] + [0] * 69), torch.tensor([0, 1, 70]).int()),
-                states, ops.sample_tokens(logits, torch.ones(33), seeds, seeds)]
+                ops.sample_tokens(logits, torch.ones(33), seeds, seeds)]
 
     expected = everything()
     count_threads(4)

@@ -56,7 +56,7 @@ from nanoserve.sequence import Step
 from nanoserve_extras.engine_args import RecurrentOptions
 from nanoserve_extras.foreign.foreign_layers import SIZES, Packed, Picks
 from nanoserve_extras.foreign.transformers_model import Pages, Probe, TransformersModel
-from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
+from nanoserve_extras.recurrent.recurrent_delta import DeltaNet, delta_rule_for
 from nanoserve_extras.recurrent.recurrent_snapshots import FIRST_ROW, Snapshots
 
 Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
@@ -273,6 +273,7 @@ class RecurrentModel(TransformersModel):
                  counts: tuple[int, int] | None, *args, **options):
         self.shapes: dict[Key, torch.Tensor] = {}  # (1, ...), without memory
         self.states: dict[Key, torch.Tensor] = {}
+        self.delta_rule = delta_rule_for(config.kernels)
         super().__init__(*args, **options)
         self.state_bytes = sum(state.nbytes for state in self.shapes.values())
         kv_bytes = sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
@@ -358,7 +359,7 @@ class RecurrentModel(TransformersModel):
             trial._modules = {
                 name: Picks(one.weight.shape, i) if type(one) is Packed else deepcopy(one).float()
                 for i, (name, one) in enumerate(net._modules.items())}
-            ours = DeltaNet(trial, self.on.ops)
+            ours = DeltaNet(trial, self.on.ops, self.delta_rule)
             x = torch.randn(5, net.hidden_size, generator=torch.Generator().manual_seed(0))
             x = (SIZES[..., None] * torch.stack((x, -x))[:, None]).flatten(0, 1).to(device)
             for rows in x.split(4):  # a few: transformers pads a chunk to 64 tokens
@@ -384,7 +385,7 @@ class RecurrentModel(TransformersModel):
         """A mixer's forward. Weak: a module that holds itself would keep its weights after the
         engine's end."""
         if fast:
-            module.forward = DeltaNet(weakref.proxy(module), self.on.ops).forward
+            module.forward = DeltaNet(weakref.proxy(module), self.on.ops, self.delta_rule).forward
             conv = "conv", module.layer_idx, 0
             self.shapes[conv] = self.shapes[conv].transpose(1, 2)[:, 1:]  # see `DeltaNet.convolve`
         else:

@@ -6,26 +6,32 @@ it computes between them is done here, for all rows of a step at once:
     x ─ [qkv] ─ convolve, SiLU ─ delta_rule ─ rms_norm ─ times SiLU(z) ─ [out] ─►
       └ [z], [b], [a]: gates     the state: (heads, key_dim, value_dim) in float32
 
-`delta_rule` here is the specification, in plain torch, and runs on any device. The backends
-have it, too, and pass the same test.
+`delta_rule` here is the specification, in plain torch, and runs on any device. The two fast ones
+pass the same test: compiled for CPUs (recurrent_delta.cpp), Triton's for GPUs
+(recurrent_triton.py).
 
 Invariant: nobody believes that a module computes this because it looks so. A trial of each at load
 (recurrent.py) compares, and where numbers differ transformers' own way is taken.
 """
 
-from types import ModuleType
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanoserve.build import functions_of, load
+
 
 class DeltaNet:
-    """In the place of a module's forward. net: the module, or a weak proxy of it."""
+    """In the place of a module's forward. net: the module, or a weak proxy of it. delta_rule: see
+    `delta_rule_for`."""
 
-    def __init__(self, net: nn.Module, ops: ModuleType):
-        self.net, self.ops = net, ops
-        self.delta_rule = getattr(ops, "delta_rule", delta_rule)  # the backend's, if it has one
+    def __init__(self, net: nn.Module, ops: ModuleType, delta_rule: Callable):
+        self.net, self.ops, self.delta_rule = net, ops, delta_rule
         self.rate = -net.A_log.float().exp()
         self.norm_weight = net.norm.weight.float()
 
@@ -95,3 +101,25 @@ def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state
             states[source] = S + k * beta[t, :, None, None] * error
             out[t] = (q * states[source]).sum(1) * key_dim ** -0.5
     return out
+
+
+def delta_rule_for(kernels: str) -> Callable[..., torch.Tensor]:
+    """The fast one that goes with a backend, the specification with `ops`."""
+    if kernels == "triton":
+        from nanoserve_extras.recurrent.recurrent_triton import delta_rule as in_triton
+        return in_triton
+    return compiled_delta_rule if kernels == "cpu" else delta_rule
+
+
+@cache
+def library() -> SimpleNamespace:
+    """The function of recurrent_delta.cpp, compiled on first use. Raises `BuildError`."""
+    return functions_of(load(Path(__file__).with_suffix(".cpp")))
+
+
+def compiled_delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
+                        states: torch.Tensor, sources: torch.Tensor, slots: torch.Tensor,
+                        starts: torch.Tensor) -> torch.Tensor:
+    """`delta_rule`, with the same arguments and meaning."""
+    return library().delta_rule(qkv, decay, beta, states, sources, slots, starts,
+                                _ends=len(sources) + 1)

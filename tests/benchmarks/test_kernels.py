@@ -18,9 +18,9 @@ import pytest
 pytest.importorskip("triton")
 
 from nanoserve import triton_attention as kernels
-from nanoserve import triton_delta as kernels_delta
 from nanoserve import triton_fused as kernels_fused
 from nanoserve import triton_sampling as kernels_sampling
+from nanoserve_extras.recurrent import recurrent_triton
 
 ROOT = Path(__file__).parent.parent.parent
 # The most shared memory a program may have. What runs on an RTX 4090, which takes A100's lines of
@@ -78,7 +78,7 @@ def test_every_launch_is_there(report):
     tiled = {"_attention_kernel", "_combine_kernel", "_experts_kernel", "_weighted_sum_kernel",
              "_sample_kernel", "_find_thresholds_kernel", "_linear_kernel", "_restore_kernel"}
     written = {name for module in (
-        kernels, kernels_delta, kernels_fused, kernels_sampling) for name in vars(module)
+        kernels, kernels_fused, kernels_sampling, recurrent_triton) for name in vars(module)
                if name.endswith("_kernel")}
     for arch, launched in (("sm_80", tiled), ("sm_90", tiled | written)):
         assert {row["kernel"] for row in report if row["arch"] == arch} == launched

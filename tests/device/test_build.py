@@ -280,8 +280,10 @@ def test_the_start_up_line_names_what_multiplies():
 
 
 HERE = Path(__file__).parent
-ORACLES = [str(HERE.parent / name) for name in (
-    "test_ops.py", "test_ops_sampling.py", "test_ops_int8.py", "test_ops_delta_rule.py")]
+ORACLES = [str(path) for path in (
+    HERE.parent / "test_ops.py", HERE.parent / "test_ops_sampling.py",
+    HERE.parent / "test_ops_int8.py",
+    HERE.parent / "extras" / "recurrent" / "test_recurrent_delta.py") if path.exists()]
 
 
 # Their library is another one, which has no tests where the extras are deleted.
@@ -316,7 +318,8 @@ def test_nothing_undefined_happens_and_no_buffer_is_overrun(tmp_path):
 
     printed = run_oracles(tmp_path, "-O1 -fsanitize=undefined -fno-sanitize-recover=all",
                           "-p", "guard_pages", "-rp", *map(str, filter(Path.exists, [QUANTISED])))
-    assert f"guarded: {' '.join(sorted(vars(LIBRARY)))}\n" in printed
+    [guarded] = re.findall("^guarded: (.*)$", printed, re.M)
+    assert set(guarded.split()) >= set(vars(LIBRARY))
     assert f"PASSED {QUANTISED.relative_to(HERE.parent.parent)}" in printed or (
         not QUANTISED.exists())
 

@@ -23,6 +23,7 @@ from nanoserve import ops
 from nanoserve import triton_attention as kernels
 from nanoserve_extras.quantization.quantized_linear import round_groups, round_rows
 from nanoserve_extras.quantization.quantized_triton import TritonWeight
+from nanoserve_extras.recurrent import recurrent_triton
 from nanoserve_extras.recurrent.recurrent_delta import delta_rule
 
 pytestmark = needs_gpu
@@ -207,7 +208,7 @@ def test_the_delta_rule(dtype):
     decay, beta = (random_tensor(n, 32, scale=i + 1).sigmoid() for i in range(2))
     states = random_tensor(6, 32, 128, 128)
     exact = states.clone()
-    got = kernels.delta_rule(qkv, decay, beta, states, sources, slots, starts)
+    got = recurrent_triton.delta_rule(qkv, decay, beta, states, sources, slots, starts)
     assert_near(got, delta_rule(qkv.float(), decay, beta, exact, sources, slots, starts), dtype)
     torch.testing.assert_close(states, exact, rtol=1e-4, atol=1e-4)
 

@@ -22,7 +22,7 @@ from wrappings import reference
 from nanoserve import LLM, SamplingParams, ops
 from nanoserve_extras.drafts.speculative import Speculation
 from nanoserve_extras.recurrent.recurrent import Finder, Recurrent, RecurrentModel, Rows
-from nanoserve_extras.recurrent.recurrent_delta import DeltaNet
+from nanoserve_extras.recurrent.recurrent_delta import DeltaNet, delta_rule
 from nanoserve_extras.recurrent.recurrent_snapshots import ZEROS
 
 # 13 blocks of 5 hold one of the longest texts: everybody else is preempted.
@@ -367,7 +367,7 @@ def test_a_place_that_a_recording_freezes_is_found(made, recorded, capsys, monke
 def test_ragged_rows_of_a_recording_are_those_of_an_eager_step(drafts):
     """Rows of 1, 3 and 2 tokens, padded to 5 rows and 9 tokens, against each token alone."""
     net = Qwen3_5GatedDeltaNet(HYBRIDS["qwen3.5"](), 0)
-    ours, places = DeltaNet(net, ops), [2, 4, 3]
+    ours, places = DeltaNet(net, ops, delta_rule), [2, 4, 3]
     states = {("conv", 0, 0): torch.randn(12, 3, net.conv_dim), ("recurrent", 0, 0): torch.randn(
         12, net.num_v_heads, net.head_k_dim, net.head_v_dim)}
     x, out = torch.randn(9, net.hidden_size), []

@@ -1,13 +1,16 @@
-"""The delta rule and its twins, against the paper's formula in float64, token by token."""
+"""`delta_rule`, in plain torch and for each backend, against the paper's formula in float64, token
+by token.
+"""
 
 import math
 
 import pytest
 import torch
-from quick_interpreter import quick_interpreter  # noqa: F401
-from test_ops import close, dtype, numbers, ops, parameters  # noqa: F401
+from test_ops import available, close, count_threads, dtype, numbers, parameters  # noqa: F401
 
+from nanoserve.device import load_backend
 from nanoserve_extras.recurrent.recurrent_delta import delta_rule as specification
+from nanoserve_extras.recurrent.recurrent_delta import delta_rule_for
 
 # key heads, heads, key size, value size
 DELTAS = {"two a key": (2, 4, 8, 6), "one a key": (2, 2, 16, 64), "three a key": (1, 3, 12, 80)}
@@ -19,10 +22,21 @@ ROWS = {"none": ([], [], []), "decodes": ([1, 1, 1], [4, 0, 2], [[4], [0], [2]])
                    [[1], [2, 3, 5], [0], [7, 8, 9, 7], [11]])}
 
 
+@pytest.fixture(params=available())
+def kernels(request):
+    return request.param
+
+
 @pytest.fixture
-def delta_rule(ops):  # noqa: F811
-    """As `DeltaNet` finds it."""
-    return getattr(ops, "delta_rule", specification)
+def ops(kernels):
+    """For `dtype`."""
+    return load_backend(kernels)
+
+
+@pytest.fixture
+def delta_rule(kernels):
+    """As a network of these kernels takes it."""
+    return delta_rule_for(kernels)
 
 
 def test_the_signature_is_that_of_the_specification(delta_rule):
@@ -86,3 +100,21 @@ def test_a_state_does_not_depend_on_how_its_tokens_are_cut(delta_rule):
     cut = [one.split([1, 7, 33]) for one in (qkv, *gates)]
     got = [fold(parts, *one) for one in zip(*cut, strict=True)]
     assert torch.equal(torch.cat(got), expected) and torch.equal(parts, whole)
+
+
+def test_the_compiled_numbers_do_not_depend_on_the_threads(count_threads):  # noqa: F811
+    """To the last bit; several times, because threads that write to one place need not meet."""
+    if "cpu" not in available():
+        pytest.skip("needs a compiler")
+    delta_rule, gates = delta_rule_for("cpu"), torch.rand(2, 70, 2)
+    qkv, before = numbers(70, 256), numbers(3, 2, 16, 96)
+    rows = torch.tensor([2, 0]), torch.tensor([2] + [0] * 69), torch.tensor([0, 1, 70]).int()
+
+    def everything() -> list[torch.Tensor]:
+        states = before.clone()
+        return [delta_rule(qkv, *gates, states, *rows), states]
+
+    expected = everything()
+    count_threads(4)
+    for _ in range(5):
+        assert all(map(torch.equal, everything(), expected))

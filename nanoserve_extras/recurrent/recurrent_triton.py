@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton. Its formula stands in ops.py.
+"""The gated delta rule in Triton. Its formula stands in recurrent_delta.py.
 
 A program has some columns of one row's state, for one head. They stay in registers from the row's
 first token to its last, and no two programs share a number:
