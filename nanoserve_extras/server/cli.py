@@ -34,9 +34,10 @@ from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from nanoserve.command import DashedParser
-from nanoserve.facts import Fact
-from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.vllm import nearest
+from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.llm import LLM
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.server.api import create_app
 from nanoserve_extras.server.async_llm import AsyncLLM
