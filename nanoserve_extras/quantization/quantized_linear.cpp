@@ -101,6 +101,8 @@ inline Wide widen(const uint8_t *at) {
 inline Wide unpack(Bits line, int k) {
     return {(Ints)(line >> 4 * k & 15), (Ints)(line >> (16 + 4 * k) & 15)};
 }
+inline Ints first_of(const Wide &unit) { return unit.first; }
+inline Ints second_of(const Wide &unit) { return unit.second; }
 inline void multiply_add(Ints &sum, const Wide &line, int32_t row) {
     sum += line.first * int32_t(int16_t(row)) + line.second * (row >> 16);
 }
@@ -118,11 +120,28 @@ inline Vector halves_at(const uint8_t *at) {
 #endif
 #if defined(__AVX2__)
 inline Wide unpack(Bits line, int k) { return (Wide)((Halves)line >> 4 * k & 15); }
+inline Ints first_of(Wide unit) { return (Ints)unit << 16 >> 16; }  // with their sign
+inline Ints second_of(Wide unit) { return (Ints)unit >> 16; }
 #endif
 
-template <class X> X at(const uint8_t *place) { X x; std::memcpy(&x, place, sizeof x); return x; }
+// Two numbers of bfloat16 a word, to the nearest, ties to even. None of them is NaN.
+inline Bits narrow_pair(Vector first, Vector second) {
+#if defined(__AVX512BF16__)
+    alignas(64) static constexpr uint16_t ORDER[] = {
+        0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return (Bits)_mm512_permutexvar_epi16(
+        _mm512_load_si512(ORDER), (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#else
+    const Bits low = (Bits)first, high = (Bits)second;
+    return (low + 0x7fff + (low >> 16 & 1)) >> 16 |
+           ((high + 0x7fff + (high >> 16 & 1)) & 0xffff0000u);
+#endif
+}
+
+template <class X> X at(const void *place) { X x; std::memcpy(&x, place, sizeof x); return x; }
 inline void add_scaled(Vector sums, float scale, float *out) {
-    Vector total = at<Vector>(reinterpret_cast<const uint8_t *>(out));
+    Vector total = at<Vector>(out);
     total += sums * scale;
     std::memcpy(out, &total, sizeof total);
 }
@@ -287,36 +306,34 @@ void round_row(const T *x, long inputs, int tile_rows, long group, int32_t *unit
     }
 }
 
-// A panel of `size` bytes as one of bfloat16 with `units` units, at a place of 2.
+// A panel of `size` bytes as one of bfloat16 with `units` units, at a place of 2. One row waits for
+// this as long as for memory, so it is done in vectors.
 inline const uint32_t *widen(const uint8_t *panel, long size, bool is_4, const Groups &groups,
                              long units, int place) {
     const long room = (units + groups.group) * PANEL;  // the last group may be longer than the inputs
-    uint32_t *const made = scratch<uint32_t>(2, 2 * room) + place * room;
+    uint32_t *const made = scratch<uint32_t>(2, 2 * room) + place * room, *out = made;
     std::memset(made + (units - HALF) * PANEL, 0, HALF * 64);  // behind the last input
-    BFloat16 *out = reinterpret_cast<BFloat16 *>(made);  // (units, 16, 2)
-    if (groups.by_row)
-        for (long i = groups.head(); i < size; i++) widen(int8_t(panel[i]), *out++);
-    const long line = is_4 ? LINE<4> : LINE<8>;
-    for (const uint8_t *const end = panel + size; !groups.by_row && panel < end;) {
-        alignas(64) float scales[PANEL], minima[PANEL];
-        for (int v = 0; v < VECTORS; v++) {
-            Vector scale, minimum;
-            groups.read(panel, v, scale, minimum);
-            std::memcpy(scales + v * LANES, &scale, sizeof scale);
-            std::memcpy(minima + v * LANES, &minimum, sizeof minimum);
-        }
-        panel += groups.head();
-        for (long u = 0; u < groups.group; u += UNITS, panel += line) {
-            uint32_t words[PANEL];
-            std::memcpy(words, panel, sizeof words);
-            for (int k = 0; k < UNITS; k++, out += 2 * PANEL)
-                for (int o = 0; o < PANEL; o++)
-                    for (int i = 0; i < 2; i++) {
-                        const float q = is_4 ? float(words[o] >> (16 * i + 4 * k) & 15)
-                                             : float(int8_t(panel[(k * PANEL + o) * 2 + i]));
-                        narrow(q * scales[o] + minima[o], out[2 * o + i]);
-                    }
-        }
+    const uint8_t *const end = panel + size;
+    Vector scales[VECTORS], minima[VECTORS] = {};
+    for (Vector &scale : scales) scale = Vector{} + 1;
+    if (groups.by_row) panel += groups.head();
+    while (panel < end) {
+        for (int v = 0; !groups.by_row && v < VECTORS; v++)
+            groups.read(panel, v, scales[v], minima[v]);
+        panel += groups.by_row ? 0 : groups.head();
+        const uint8_t *const behind = std::min(
+            end, panel + groups.group / UNITS * (is_4 ? LINE<4> : LINE<8>));
+        for (; panel < behind; panel += is_4 ? LINE<4> : LINE<8>)
+#pragma GCC unroll 4
+            for (int k = 0; k < UNITS; k++, out += PANEL)
+                for (int v = 0; v < VECTORS; v++) {
+                    const Wide unit = is_4 ? unpack(at<Bits>(panel + v * 4 * LANES), k)
+                                           : widen(panel + (k * VECTORS + v) * 2 * LANES);
+                    const Bits pair = narrow_pair(
+                        __builtin_convertvector(first_of(unit), Vector) * scales[v] + minima[v],
+                        __builtin_convertvector(second_of(unit), Vector) * scales[v] + minima[v]);
+                    std::memcpy(out + v * LANES, &pair, sizeof pair);
+                }
     }
     return made;
 }
@@ -386,8 +403,11 @@ void product(const T *x, const uint8_t *weight, long bits, long group, long floa
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
                     float *sum = sums + r * width * PANEL;
-                    for (long i = 0; by_row && i < width * PANEL; i++)
-                        sum[i] *= at<float>(list[i / PANEL] + i % PANEL * 4);
+                    for (int i = 0; by_row && i < width * VECTORS; i++) {
+                        const uint8_t *const head = list[i / VECTORS] + i % VECTORS * 4 * LANES;
+                        const Vector scaled = at<Vector>(sum + i * LANES) * at<Vector>(head);
+                        std::memcpy(sum + i * LANES, &scaled, sizeof scaled);
+                    }
                     put_row(sum, bias ? bias + p * PANEL : nullptr,
                             out + (t * tiling.rows + r) * outputs + p * PANEL, count);
                 }
