@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel
 
-from nanoserve import LLM
-from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.llm import BUNDLED_MODEL, LLM
 
 
 def bench(model: str | Path, num_texts: int = 256, batch_size: int = 32,

