@@ -114,10 +114,9 @@ class ThinkingBudget(Extra):
                                  if one is not self.due))
 
     def _form_of(self, template: str | None) -> Any:
-        """What stands around a template's thoughts; None: the tokenizer has no template."""
+        """What stands around a template's thoughts; None: the tokenizer's."""
         from nanoserve_extras.server.tool_format import format_of  # here: it may be deleted
-        known = template or getattr(self.tokenizer, "chat_template", None)
-        return format_of(self.engine, template) if known else None
+        return format_of(self.engine, template)
 
     def check(self, request: Request) -> None:
         """Find the marks. Raises `ValueError` where there are none."""

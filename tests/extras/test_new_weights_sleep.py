@@ -123,7 +123,7 @@ def test_asleep_it_refuses_and_awake_it_writes_what_it_wrote(ranks_in_threads, c
 
 
 def test_two_ranks_record_graphs_once_both_have_all(ranks_in_threads, recorded, checkpoints,
-                                                     monkeypatch):
+                                                     monkeypatch, capsys):
     """Awake, and with new weights, but not while the other has none: it would wait for ever."""
     broken, bring_back = [], new_weights.bring_back
 
@@ -145,8 +145,9 @@ def test_two_ranks_record_graphs_once_both_have_all(ranks_in_threads, recorded, 
         assert expected[1] == 2
         llm.sleep(1)
         llm.wake_up(["weights"])
+        llm.update_weights(tensors)  # there is no cache yet
         llm.wake_up()
-        assert text() == expected
+        assert text() == expected and capsys.readouterr().err.count("CUDA graphs for") == 2
         broken.append(1)
         with pytest.raises(RuntimeError, match="another rank failed"):
             llm.update_weights(tensors)

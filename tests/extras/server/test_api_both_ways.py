@@ -69,6 +69,9 @@ def test_embeddings_begin_with_the_same_text_and_are_cut_alike(tmp_path):
             assert answer["data"][0]["embedding"] == expected
             _, answer = serving.ask("/v2/embed", dict(texts=TEXTS[:1], input_type=kind))
             assert answer["embeddings"]["float"] == [expected]
+        _, answer = serving.ask("/v2/embed", dict(texts=TEXTS[:1], input_type="clustering"))
+        assert answer["embeddings"]["float"] == [near(out.outputs.embedding) for out in llm.embed(
+            TEXTS[:1], use_tqdm=False)]  # Cohere's clients always name a kind
         error = serving.refusal("/v1/embeddings", dict(input="x", input_type="image"))
         assert error["param"] == "input_type" and "query, passage" in error["message"]
         assert "needs texts" in serving.refusal("/v1/embeddings", dict(input=[5, 6]))["message"]
