@@ -160,8 +160,6 @@ class LogprobHistory:
 
     def decode(self) -> None:
         """Add to all new dicts the texts of their tokens, each token decoded alone."""
-        if self.tokenizer is None:
-            return
         for logprobs in self.undecoded:
             for token_id, logprob in logprobs.items():
                 if token_id not in self.texts:

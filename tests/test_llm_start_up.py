@@ -37,6 +37,12 @@ def test_one_token_is_no_room_for_an_answer(dummy):
     assert len(pooler.embed([1], use_tqdm=False)[0].outputs.embedding) > 0  # has none to make
 
 
+def test_a_dtype_that_is_too_small_is_replaced_and_said(dummy, capsys):
+    llm = start(dummy, device="cpu", dtype="auto", hf_overrides=dict(
+        architectures=["Gemma2ForCausalLM"], model_type="gemma2", dtype="float16"))
+    assert llm.config.dtype != "float16" and "overflow in float16" in capsys.readouterr().err
+
+
 def test_an_open_max_model_len_is_lowered_and_said(dummy, capsys):
     llm = start(dummy, num_gpu_blocks_override=4)
     assert llm.config.max_model_len == 64

@@ -22,7 +22,7 @@ from real_tokenizers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoserve import RequestOutputKind, SamplingParams
-from nanoserve.detokenizer import PATIENCE, Detokenizer
+from nanoserve.detokenizer import PATIENCE, Detokenizer, StopStrings
 
 CHARACTERS = bytes_to_unicode()
 RUNS = {"FF": b"\xff", "E4 BD": b"\xe4\xbd", "F0 9F 98 FF": b"\xf0\x9f\x98\xff", "80": b"\x80",
@@ -125,6 +125,29 @@ def test_silent_tokens_between_the_bytes_of_a_character_change_nothing(name, dat
     _, final, lengths = read(name, prompt, output, skip_special_tokens=skip)
     assert final == truth(name, prompt, output, skip)
     assert max(lengths) < 3 * PATIENCE
+
+
+def test_silent_tokens_end_no_character_of_byte_tokens():
+    output = [*byte_ids("gemma", b"\xf0\x9f\x98"), *[start_of("gemma")] * 40]
+    _, final, _ = read("gemma", encode("gemma", "Say:"), output + byte_ids("gemma", b"\x80"))
+    assert final == "😀"
+
+
+def test_a_text_that_is_shown_without_a_whole_character_goes_on():
+    """Stop strings are told when it ends: then what may have become a mark is none."""
+    told = []
+
+    class Told(StopStrings):
+        def find(self, text, new_text, is_complete):
+            told.append(is_complete)
+
+    params = SamplingParams()
+    detokenizer = Detokenizer(TOKENIZERS["qwen"], params, [], Told(params))
+    for token_id in byte_ids("qwen", b"\xff" * 2 * PATIENCE):
+        detokenizer.add(token_id)
+    assert told and not any(told)
+    detokenizer.flush()
+    assert told[-1]
 
 
 def test_a_long_stop_string_costs_no_token_its_length():
