@@ -255,12 +255,18 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
 
 
 def head_of(network: nn.Module) -> nn.Module | None:
-    """The LM head, or the last matrix of a classifier, whose numbers stay float32."""
-    if not type(network).__name__.endswith("ForSequenceClassification"):
+    """The LM head, or the last matrix of a classifier, whose numbers stay float32. Raises
+    `ValueError` for a classifier without one."""
+    if not (name := type(network).__name__).endswith("ForSequenceClassification"):
         return network.get_output_embeddings()
-    behind = [*network.base_model.modules()]
-    return [one for one in network.modules() if isinstance(one, (nn.Linear, Packed))
-            and one not in behind][-1]
+    below = {*network.base_model.modules()}
+    matrices = [one for one in network.modules() if isinstance(one, (nn.Linear, Packed))
+                and one not in below]
+    if not matrices:
+        raise ValueError(f"the architecture {name} is not supported: its scores are made by no "
+                         "matrix of its own (nn.Linear) behind the layers. Use a checkpoint of "
+                         "another family (docs/models.md), or sentence-transformers itself")
+    return matrices[-1]
 
 
 def pack_experts(path: str, experts: nn.Module, on: Placement,

@@ -65,6 +65,22 @@ def test_what_is_taken_over_computes_the_same(dtype):
     assert compared == sum(TAKEN["gemma4"])
 
 
+class SumForSequenceClassification(transformers.BertPreTrainedModel):
+    """Its scores are sums: no matrix makes them."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = transformers.BertModel(config)
+
+
+def test_a_classifier_without_a_matrix_for_its_scores_is_refused():
+    """It was a bare IndexError."""
+    network = SumForSequenceClassification(transformers.BertConfig(
+        num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2))
+    with pytest.raises(ValueError, match="SumForSequenceClassification is not .* no matrix"):
+        take_over(network, ON, {})
+
+
 class AlmostNorm(nn.Module):
     def __init__(self, how):
         super().__init__()
