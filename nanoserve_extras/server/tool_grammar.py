@@ -8,6 +8,9 @@ So no name is invented, and all arguments are what the tool's schema says. In `a
 writes what it likes until the format's trigger, `<tool_call>` say, and is kept to the format from
 there. A special token in a literal is written as its id: its bytes are no token's.
 
+Where each message has a head, what comes before the last one is thoughts, and in `auto` texts. A
+head may say more than the template's: gpt-oss names channel, tool and kind in its own order.
+
 Where a format writes texts as they are, between markers, a text can't hold the marker behind it,
 and a schema's `pattern` can't be kept to. Such a keyword, or one that llguidance lacks, is refused
 where a call is required, and passed over in `auto`: real agents send them. JSON has no white space
@@ -41,11 +44,14 @@ from nanoserve_extras.server.tools import (
     ID,
     ID_PART,
     NAME,
+    TAG,
     TurnFormat,
     TurnReader,
 )
 
 TEXT = "/(?s:.*)/"
+# What gpt-oss writes in a message's head and its template does not: a mark, and kinds of arguments.
+CONSTRAIN, KINDS = "<|constrain|>", ("code", "json")
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
 OTHERS = {"number", "boolean", "null"}
 MAX_VALUES = 2_000
@@ -102,7 +108,8 @@ class ModelTurns:
         answer = None if asked is None or needed else self._schema_of(asked)
         grammar = ToolGrammar(self.form, schemas, self.special)
         try:
-            text = grammar.text(start, needed, start.one, answer)
+            text = grammar.text(start, needed, start.one, answer,
+                                params.thinking_token_budget is None)
         except (AttributeError, KeyError, RecursionError, TypeError) as error:
             raise BadRequest(f"tools: one of the schemas is no JSON schema: {error!s:.200}",
                              "tools") from error
@@ -166,11 +173,15 @@ class ToolGrammar:
         self.num_values = self.num_seconds = 0
         self.is_lenient = False  # whether what can't be kept to is passed over
 
-    def text(self, start: TurnReader, required: bool, one: bool, answer: dict | None) -> str:
+    def text(self, start: TurnReader, required: bool, one: bool, answer: dict | None,
+             again: bool = True) -> str:
         """The grammar of a turn. start: where the prompt has left it; one: at most one call;
-        answer: a JSON schema for what is no call. Raises `ValueError`."""
+        answer: a JSON schema for what is no call; again: whether more may come behind a thought
+        than a call or an answer, where each message has a head. Raises `ValueError`."""
         form, literal, self.is_lenient = self.form, self.literal, not required
-        end = f"({literal(form.end)})?" if form.end else ""
+        if form.message:
+            return self._grammar(self._messages(start, required, one, answer, again))
+        end = self._end()
         thought, gap = "", "" if start.began else form.gap
         if start.may_think:
             thought = self._add("thought", self._until(form.thought))
@@ -181,9 +192,10 @@ class ToolGrammar:
         is_free = not required and answer is None and not form.say
         if self.schemas and is_free:
             head = self._add("head", self._until(form.trigger))
-            calls = f"{head} {self._calls(form.open.removeprefix(form.trigger), one)}"
+            rest = form.open.removeprefix(form.trigger)
+            calls = f"{head} {self._calls(one, self._head(rest))}"
         elif self.schemas:
-            calls = self._calls(gap + form.open, one)
+            calls = self._calls(one, self._head(gap + form.open))
         if answer is not None:
             said = rf"/[ \n]{{0,2}}/ {literal(form.say)} {self._json(answer, answer)} {end}"
         if required or not calls:
@@ -192,8 +204,49 @@ class ToolGrammar:
             body = f"({calls}){'?' if one else '*'} {TEXT}"
         else:
             body = f"({calls} | {said})"
-        return "\n".join([f"start: {thought} {body}", *(
+        return self._grammar(f"{thought} {body}")
+
+    def _grammar(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *(
             f"{name}{body}" for body, name in self.rules.items())])
+
+    def _end(self) -> str:
+        return f"({self.literal(self.form.end)})?" if self.form.end else ""
+
+    def _messages(self, start: TurnReader, required: bool, one: bool, answer: dict | None,
+                  again: bool) -> str:
+        """A turn whose messages have heads: thoughts and texts, and at last a call or an answer."""
+        form, literal, last = self.form, self.literal, []
+        (front, words, behind), end = self._around_names(), self._end()
+        text = self._add("told", self._until(form.thought))
+        thinks = rf"/[ \n]{{0,2}}/ {literal(form.think)}"
+        says = f"{literal(form.say.removesuffix(form.message))} /( {words})?/ {behind}"
+        if self.schemas:
+            rest = form.after.partition(form.message)[2]
+            last.append(self._calls(one, lambda name: (
+                f"{front} /{words}{escaped(form.open + name)}( {words})?/ {behind} "
+                + literal(rest.replace(NAME, name)))))
+        if not required and answer is None and again:
+            head = self._add("head", f"/{words}/ {behind}")
+            thinks, says = f"({head} | {thinks})", f"({head} | {says})"
+        if not required:
+            said = TEXT if answer is None else self._json(answer, answer)
+            last.append(rf"/[ \n]{{0,2}}/ {says} {said} {end}")
+        begun, more = text if start.state == "thinks" else "", "*" if again else "?"
+        return f"{begun} ({thinks} {text}){more} ({' | '.join(last)})"
+
+    def _around_names(self) -> tuple[str, str, str]:
+        """What may stand in a head in front of a tool's name, next to it (a pattern: words in a
+        token of their own would swallow the name's beginning), and behind it."""
+        form, tag = self.form, self.literal(self.form.message)
+        written = form.think + form.say + form.after.partition(form.message)[0]
+        if not (marks := {*TAG.findall(written)} - {form.message}):
+            return "", " ?", tag
+        marks |= self.special.keys() & {CONSTRAIN}
+        mark = self._add("mark", " | ".join(map(self.literal, sorted(marks))))
+        known = "|".join(sorted({*KINDS, *re.findall(r"\w+", TAG.sub(" ", written))}))
+        words = f"( ?({known})){{0,2}} ?"
+        return f"(/{words}/ {mark})?", words, f"({mark} /{words}/){{0,2}} {tag}"
 
     def literal(self, text: str) -> str:
         """Lark's literals are written as JSON's texts are; special tokens as their ids. The id of
@@ -219,22 +272,24 @@ class ToolGrammar:
         where = [mark.find(token) for token in self.special if token in mark]
         if not where:
             return f"[suffix={json.dumps(mark)}]: /{text}/"
-        before = re.sub(r"([^\w\s])", r"\\\1", mark[:min(where)]).replace("\n", r"\n")
-        return f"/{text}{before}/ {self.literal(mark[min(where):])}"
+        return f"/{text}{escaped(mark[:min(where)])}/ {self.literal(mark[min(where):])}"
 
-    def _calls(self, before: str, one: bool) -> str:
-        """A call, and perhaps more. before: what stands in front of the first one's name."""
-        form, calls = self.form, []
-        for name, schema in self.schemas.items():
-            calls.append((name + form.after.replace(NAME, name), self._add(
-                "tool", self._arguments(name, schema))))
+    def _calls(self, one: bool, head: Callable[[str], str]) -> str:
+        """A call, and perhaps more. head: what stands in front of the first one's arguments, by the
+        tool's name."""
+        form, tools = self.form, {name: self._add("tool", self._arguments(name, schema))
+                                  for name, schema in self.schemas.items()}
 
-        def call(before: str) -> str:
-            return " | ".join(f"{self.literal(before + head)} {arguments}"
-                              for head, arguments in calls)
+        def call(head: Callable[[str], str]) -> str:
+            return " | ".join(f"{head(name)} {arguments}" for name, arguments in tools.items())
 
-        more = "" if one or not form.between else self._add("more", call(form.between)) + "*"
-        return f"{self._add('call', call(before))} {more} {self.literal(form.close)}"
+        more = "" if one or not form.between else self._add(
+            "more", call(self._head(form.between))) + "*"
+        return f"{self._add('call', call(head))} {more} {self.literal(form.close)}"
+
+    def _head(self, before: str) -> Callable[[str], str]:
+        """The template's, of a call. before: what stands in front of the name."""
+        return lambda name: self.literal(before + name + self.form.after.replace(NAME, name))
 
     def _arguments(self, name: str, schema: dict) -> str:
         """A tool's arguments. Raises `BadRequest` where a call is required and its schema can't be
@@ -374,3 +429,8 @@ class ToolGrammar:
         if rest := set(kinds) - {"object", "array"} or not kinds:
             found.append(self._json(schema | ({"type": sorted(rest)} if kinds else {}), root))
         return self._add("value", " | ".join(found))
+
+
+def escaped(text: str) -> str:
+    """A pattern for the text, as Lark writes them."""
+    return re.sub(r"([^\w\s])", r"\\\1", text).replace("\n", r"\n")

@@ -261,7 +261,7 @@ def test_arguments_are_told_as_they_are_written_where_a_grammar_keeps_to_the_for
     assert begun > 200 or not form.is_raw or not form.is_json and form.text == ("", "")
 
 
-@pytest.mark.parametrize("header", [
+HEADERS = [
     " to=functions.add<|channel|>commentary json<|message|>",
     "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
     "<|channel|>commentary to=functions.add<|constrain|>json <|message|>",
@@ -270,7 +270,21 @@ def test_arguments_are_told_as_they_are_written_where_a_grammar_keeps_to_the_for
     "<|channel|>commentary to=functions.add<|message|>",
     "<|channel|>commentary to=functions.add code<|message|>",
     "<|channel|>analysis to=functions.add <|constrain|>json<|message|>",
-    " to=functions.add<|channel|>analysis code<|message|>"])
+    " to=functions.add<|channel|>analysis code<|message|>"]
+MESSAGES = [
+    (["analysis<|message|>Hm.", "commentary<|message|>I look.",
+      'commentary to=functions.add <|constrain|>json<|message|>{"x": 1}'],
+     Piece("Hm.", "I look.", [Call("add", '{"x": 1}')])),
+    (["analysis<|message|>Hm.", "commentary<|message|>First.", "final<|message|>Then."],
+     Piece("Hm.", "First.\n\nThen.")),
+    (["analysis<|message|>Hm.", "analysis<|message|>So.", "final<|message|>Yes."],
+     Piece("Hm.\n\nSo.", "Yes.")),
+    (["commentary<|message|>I look.", "analysis<|message|>Hm.", "final<|message|>Yes."],
+     Piece("Hm.", "I look.\n\nYes.")),
+    (['final <|constrain|>json<|message|>{"k": 1}'], Piece("", '{"k": 1}'))]
+
+
+@pytest.mark.parametrize("header", HEADERS)
 def test_gpt_oss_may_name_channel_tool_and_kind_in_any_order(header):
     """As openai_harmony's description has it; the template writes one of these. The token that ends
     the turn is not in the text."""
@@ -281,16 +295,7 @@ def test_gpt_oss_may_name_channel_tool_and_kind_in_any_order(header):
 
 
 @pytest.mark.parametrize(("messages", "piece"), [
-    (["analysis<|message|>Hm.", "commentary<|message|>I look.",
-      'commentary to=functions.add <|constrain|>json<|message|>{"x": 1}'],
-     Piece("Hm.", "I look.", [Call("add", '{"x": 1}')])),
-    (["analysis<|message|>Hm.", "commentary<|message|>First.", "final<|message|>Then."],
-     Piece("Hm.", "First.\n\nThen.")),
-    (["analysis<|message|>Hm.", "analysis<|message|>So.", "final<|message|>Yes."],
-     Piece("Hm.\n\nSo.", "Yes.")),
-    (["commentary<|message|>I look.", "analysis<|message|>Hm.", "final<|message|>Yes."],
-     Piece("Hm.", "I look.\n\nYes.")),
-    (['final <|constrain|>json<|message|>{"k": 1}'], Piece("", '{"k": 1}')),
+    *MESSAGES,
     (['commentary to=functions.add<|message|>{}', 'commentary to=functions.add<|message|>{"x": 1}',
       "final<|message|>Yes."], Piece("", "Yes.", [Call("add", "{}"), Call("add", '{"x": 1}')])),
     (['commentary to=functions.other<|message|>{"y": 2}'], Piece("", '{"y": 2}')),
