@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 from benchmarks import roofline
+from nanoserve import LLM
 from nanoserve.config import SamplingParams
-from nanoserve.llm import LLM
 from nanoserve_extras.block_store.block_store import BlockStore
 
 VOCAB_SIZE = 100_000  # token ids are drawn below it

@@ -25,11 +25,11 @@ from collections.abc import Callable
 
 import torch
 
+from nanoserve import LLM
 from nanoserve.batch import BatchBuilder
 from nanoserve.command import command
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.hooks import Extra
-from nanoserve.llm import LLM
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence
 

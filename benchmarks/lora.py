@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import roofline
+from nanoserve import LLM
 from nanoserve.config import SamplingParams
-from nanoserve.llm import LLM
 from nanoserve_extras.lora.lora import LoRARequest
 
 STEPS = 12  # of a round

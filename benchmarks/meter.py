@@ -29,11 +29,10 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.workloads import Request, summarize
-from nanoserve import model_runner
+from nanoserve import LLM, model_runner
 from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.hooks import Extra
 from nanoserve.layers import Experts, Linear
-from nanoserve.llm import LLM
 from nanoserve.sequence import Sequence, Step
 
 

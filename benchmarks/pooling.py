@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel
 
-from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve import LLM
+from nanoserve.llm import BUNDLED_MODEL
 
 
 def bench(model: str | Path, num_texts: int = 256, batch_size: int = 32,

@@ -33,8 +33,9 @@ from tokenizers import Tokenizer
 
 from benchmarks import roofline
 from benchmarks.train import encode, split_corpus
+from nanoserve import LLM
 from nanoserve.config import SamplingParams
-from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve.llm import BUNDLED_MODEL
 
 CONTEXT = 1024  # tokens of a window
 QUANTIZATIONS = (None, "int8", "int4")

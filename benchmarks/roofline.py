@@ -37,10 +37,10 @@ import numpy as np
 import torch
 
 from benchmarks.workloads import Request, community
+from nanoserve import LLM
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.device import load_backend
 from nanoserve.hooks import Extra
-from nanoserve.llm import LLM
 from nanoserve.model_config import ModelConfig
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step

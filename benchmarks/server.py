@@ -39,8 +39,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from benchmarks.peers import cpu_seconds, pause
+from nanoserve import LLM
 from nanoserve.config import SamplingParams
-from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.model_config import ModelConfig
 
 OPTIONS = dict(enable_prefix_caching=False, max_num_seqs=64)  # the second round computes as much

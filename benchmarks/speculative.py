@@ -17,8 +17,9 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from nanoserve import LLM
 from nanoserve.config import SamplingParams
-from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve.llm import BUNDLED_MODEL
 from nanoserve_extras.drafts.speculative import Speculation
 
 PROMPT = "Once upon a time there was a king who"

@@ -23,9 +23,10 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from nanoserve import LLM
 from nanoserve.config import SamplingParams
 from nanoserve.controls import gather_edits
-from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.sampler import put
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve_extras.structured.structured import Grammars

@@ -63,9 +63,11 @@ from benchmarks.workloads import WORKLOADS, Request, wrapped
 from nanoserve import rules
 from nanoserve.command import command
 from nanoserve.device import pick_device
-from nanoserve.llm import BUNDLED_MODEL, find_folder, read_model
+from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.loader import BUNDLED
 from nanoserve.memory import free_cpu_memory
+from nanoserve_extras import choose
+from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.doctor import features
 from nanoserve_extras.trace.recorder import Trace
@@ -196,7 +198,7 @@ class Bench:
         self.on_gpu = self.device.type == "cuda"
         name = args.model or "Qwen3-0.6B"
         self.folder = self.find(name)
-        _, self.config, _ = read_model(EngineArgs(model=name, **self.options), self.folder)
+        _, self.config, _ = choose(EngineArgs(model=name, **self.options), self.folder)
         self.dtype, self.machine = self.pick_dtype()
         self.workload = "arrivals" if args.arrivals else args.workload
         if self.workload == "batch" and args.ladder:  # it has no common prefix, no long prompts

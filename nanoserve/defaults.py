@@ -20,24 +20,14 @@ What the machine has is looked up in device.py, and its memory in memory.py.
 from dataclasses import replace
 
 from nanoserve.config import EngineConfig
-from nanoserve.facts import Asked, Fact
 from nanoserve.model_config import ModelConfig
 from nanoserve.rules import DTYPES
 
 
-def own_parts(asked: EngineConfig, device: str) -> list[Asked]:
-    """What the engine's own options make untrue."""
-    untrue = [
-        (f"tensor_parallel_size={asked.tensor_parallel_size}", Fact.ONE_RANK,
-         asked.tensor_parallel_size > 1),
-        ("enable_prefix_caching=False", Fact.PREFIX_CACHE, not asked.enable_prefix_caching),
-        (f"device={device!r}", Fact.ON_CPU, device != "cpu")]
-    return [Asked(name, frozenset([fact])) for name, fact, is_so in untrue if is_so]
-
-
 def resolve(asked: EngineConfig, device: str, model_config: ModelConfig,
-            facts: frozenset[Fact] = frozenset(Fact)) -> EngineConfig:
-    """A copy in which open options have values, for `device` "cpu", "cuda" or "cuda:1".
+            generates: bool = True) -> EngineConfig:
+    """A copy in which open options have values, for `device` "cpu", "cuda" or "cuda:1". generates:
+    whether requests write text.
 
     An explicit budget pulls the number of sequences down with it rather than being an error:
     `max_num_batched_tokens=1` alone runs one sequence.
@@ -68,21 +58,16 @@ def resolve(asked: EngineConfig, device: str, model_config: ModelConfig,
     if asked.expert_parallel and not any(model_config.moe_layers):
         raise ValueError(f"expert_parallel=True, but {model_config.architecture} has no "
                          "experts: leave it out")
-    generates = Fact.GENERATES in facts
     if generates and not model_config.has_lm_head:
         raise ValueError(f"runner='generate', but {model_config.architecture} has no LM head: use "
                          "runner='pooling', or a ...ForCausalLM checkpoint")
     if generates and max_model_len < 2:
         raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
                          "it, and the model's max_position_embeddings if that is 1, too")
-    if asked.pipeline_parallel_size > 1 and Fact.ONE_STAGE in facts:
-        raise ValueError(f"pipeline_parallel_size={asked.pipeline_parallel_size}, but nothing here "
-                         "gives the layers to ranks: use tensor_parallel_size, or leave it out")
     kernels = asked.kernels if asked.kernels != "auto" else "triton" if on_gpu else "cpu"
     overlap = asked.async_scheduling
     if overlap is None:  # stages that share out matrices, too, take one step at a time
         overlap = on_gpu or asked.tensor_parallel_size == 1 < asked.pipeline_parallel_size
     return replace(
         asked, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
-        max_num_seqs=num_seqs, dtype=dtype, kernels=kernels, async_scheduling=overlap,
-        enforce_eager=asked.enforce_eager or Fact.GRAPHS not in facts)
+        max_num_seqs=num_seqs, dtype=dtype, kernels=kernels, async_scheduling=overlap)

@@ -33,7 +33,6 @@ from pathlib import Path
 from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import Tokenizer
-from nanoserve.facts import Part, check_added, facts_of
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
 from nanoserve.inputs import Prompt
 from nanoserve.metrics import EngineMetrics, Metric
@@ -66,13 +65,12 @@ class LLMEngine:
     """The engine of one model; `LLM` makes it. Names are those of vLLM's `LLMEngine`.
 
     runner: its KV cache of `num_blocks` is allocated. process: makes a checked request of a prompt
-    and its parameters (inputs.py). parts: what else it is made with (facts.py).
+    and its parameters (inputs.py).
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
-                 process: Callable[..., Request], extras: list[Extra], parts: Iterable[Part] = ()):
+                 process: Callable[..., Request], extras: list[Extra]):
         self.config, self.runner, self.process = config, runner, process
-        self.parts, self.facts = list(parts), facts_of([*parts, *extras])
         self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
         self.extras, self.hooks = [self.metrics, *extras], Hooks()
         self.scheduler = Scheduler(config, num_blocks, runner.window, self.hooks,
@@ -89,10 +87,9 @@ class LLMEngine:
             extra.attach(self)
         self.hooks.keep(self.extras)
 
-    def add(self, extra: Extra) -> None:
-        """Hand over one more extra, between two steps. It is asked after all others. Raises
-        `ValueError` where it doesn't go together with the engine (facts.py), or changes
-        how an engine is made: weights, cache and buffers are there by now."""
+    def check_added(self, extra: Extra) -> None:
+        """Raises `ValueError` for an extra that changes how an engine is made: weights, cache and
+        buffers are there by now."""
         rules.checked("an extra", AN_EXTRA, extra)
         if Hooks([extra]).draft and self.scheduler.most_drafts is None:
             raise ValueError(f"{extra.name} drafts: an engine for that has no overlap, and "
@@ -100,8 +97,12 @@ class LLMEngine:
         if type(extra).prepare is not Extra.prepare:
             raise ValueError(f"{extra.name} can't be added to an engine that runs, which has been "
                              "made without it: make the engine with extras=[...]")
+
+    def add(self, extra: Extra) -> None:
+        """Hand over one more extra, between two steps. It is asked after all others. Raises
+        `ValueError`, and adds nothing, where `check_added` does."""
         with self.turns:
-            check_added(extra, [*self.parts, *self.extras])
+            self.check_added(extra)
             extra.engine = weakref.proxy(self)
             extra.attach(self)  # an error in it leaves the engine as it was
             self.extras.append(extra)

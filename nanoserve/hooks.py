@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable
 from inspect import isfunction
 from typing import Any
 
-from nanoserve.facts import Fact
 from nanoserve.rules import Options, instance
 from nanoserve.sequence import Sequence, Step
 
@@ -38,15 +37,15 @@ class Extra:
     """What can be added. Types that torch or the engine would bring are named in the sentences.
 
     Options: the class of its options. name: as the user asked for it, for messages. needs, ends:
-    the facts that must be true with it, and those that are untrue with it (facts.py).
+    the facts that must be true with it, and those that are untrue with it (base/facts.py).
     takes: the fields of a request that it honours (`request.HANDED_ON`). most_drafts: how many
     tokens `draft` guesses for a row at most. All of them are known before `prepare`. engine: the
     `LLMEngine`, weakly, since it holds this object; from `attach` on.
     """
 
     Options: type[Options] = Options
-    needs: frozenset[Fact] = frozenset()
-    ends: frozenset[Fact] = frozenset()
+    needs: frozenset = frozenset()
+    ends: frozenset = frozenset()
     takes: tuple[str, ...] = ()
     most_drafts: int = 4
     engine: Any

@@ -22,16 +22,13 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import TypeVar
 
 from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.defaults import own_parts, resolve
-from nanoserve.detokenizer import Tokenizer, load_tokenizer
+from nanoserve.defaults import resolve
+from nanoserve.detokenizer import load_tokenizer
 from nanoserve.device import describe, fit_to_device, load_backend, pick_device
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.facts import Fact, facts_of
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
 from nanoserve.inputs import InputProcessor, Prompt, as_list, conversations, one_for_each
 from nanoserve.loader import find_model
@@ -43,56 +40,9 @@ from nanoserve.processes import start_ranks, take_gpu
 from nanoserve.progress import prompts_bar, say, summary
 from nanoserve.request import Request, RequestOutput
 from nanoserve.self_test import failing_functions
-from nanoserve.vllm import missing_method, takes_vllms_words
 
-AnExtra = TypeVar("AnExtra", bound=Extra)
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 EXTRAS = rules.list_of(AN_EXTRA, "a list of objects that inherit from Extra")
-NO_EXTRAS = " (nanoserve_extras, the package of what is added to the engine, is not there)"
-
-
-def the_extras() -> ModuleType | None:
-    """The tables of what can be added to the engine; None where that package was deleted."""
-    try:
-        import nanoserve_extras
-    except ModuleNotFoundError:
-        return None
-    return nanoserve_extras
-
-
-def read_options(model: str, options: dict) -> EngineConfig:
-    """The options, those of extras among them, checked. Raises `ValueError`, `TypeError`."""
-    if (table := the_extras()) is not None:
-        return table.find("engine_args.EngineArgs")(model=model, **options)
-    try:
-        return EngineConfig(model=model, **options)
-    except TypeError as error:
-        raise TypeError(f"{error}{NO_EXTRAS}") from None
-
-
-def find_folder(model: str | Path, option: str = "model", *, quantization: str | None = None,
-                revision: str | None = None, **wanted: bool) -> Path:
-    """The folder of a model, whatever names it: see `find_model`, which the arguments are for. With
-    the extras also a GGUF file, which becomes a folder once, in the bits of `quantization`."""
-    if (table := the_extras()) is not None and (
-            folder := table.as_folder(model, option, quantization, revision)) is not None:
-        return folder
-    return find_model(model, option, revision=revision, **wanted)
-
-
-def tokenizer_folder(args: EngineConfig, folder: Path) -> Path:
-    """That of `tokenizer=`, or the model's own."""
-    return folder if args.tokenizer is None else find_folder(
-        args.tokenizer, "tokenizer", weights=False, code=args.trust_remote_code)
-
-
-def read_model(args: EngineConfig, folder: Path, given: Iterable[Extra] = (),
-               ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
-    """The engine's own options, the checkpoint's config, and all extras: those that options and
-    model ask for, then those that were handed over."""
-    if (table := the_extras()) is not None:
-        return table.choose(args, folder, given)
-    return args, ModelConfig.from_folder(folder, args.hf_overrides), list(given)
 
 
 class LLM(LLMEngine):
@@ -106,30 +56,48 @@ class LLM(LLMEngine):
     not exist.
     """
 
+    generates = True  # requests write text; a subclass may serve models that pool
+    make_inputs: Callable = InputProcessor  # makes what checks requests
+
     def __init__(self, model: str | Path = BUNDLED_MODEL, *, extras: Iterable[Extra] = (),
                  **options):
         given = rules.checked("extras", EXTRAS, extras)
-        args = read_options(str(model), options)
-        folder = find_folder(model, quantization=getattr(args, "quantization", None),
-                             weights=args.load_format != "dummy", code=args.trust_remote_code,
-                             revision=args.revision)
-        asked, self.model_config, extras = read_model(args, folder, given)
-        parts = own_parts(asked, pick_device(asked.device))
-        facts = facts_of([*parts, *extras])
-        config = self.settle(asked, facts)
-        plan = self.plan(config, folder, extras)
-        config, runner, num_blocks = self.start_runner(plan, asked.max_model_len,
-                                                       Fact.GENERATES in facts)
+        asked = self.read_options(model, options)
+        asked, folder, extras = self.read_checkpoint(model, asked, given)
+        plan = self.plan(self.settle(asked), folder, extras)
+        config, runner, num_blocks = self.start_runner(plan, asked.max_model_len)
         self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
-        super().__init__(config, runner, num_blocks, self.inputs.process, extras, parts)
+        super().__init__(config, runner, num_blocks, self.inputs.process, extras)
         say(describe(config, runner, num_blocks, plan.network, plan.notes),
             *self.inputs.not_applied())
 
-    def settle(self, asked: EngineConfig, facts: frozenset[Fact]) -> EngineConfig:
+    def read_options(self, model: str | Path, options: dict) -> EngineConfig:
+        """What was asked for, each field checked. Raises `ValueError`, `TypeError`."""
+        asked = EngineConfig(model=str(model), **options)
+        if asked.pipeline_parallel_size > 1:
+            raise ValueError(f"pipeline_parallel_size={asked.pipeline_parallel_size}, but nothing "
+                             "here gives the layers to ranks: use tensor_parallel_size")
+        return asked
+
+    def read_checkpoint(self, model: str | Path, asked: EngineConfig, given: list[Extra],
+                        ) -> tuple[EngineConfig, Path, list[Extra]]:
+        """The options, which a checkpoint may narrow down, its folder, and all extras: those that
+        options and checkpoint ask for, before those that were given. Sets `model_config`."""
+        folder = find_model(model, weights=asked.load_format != "dummy",
+                            code=asked.trust_remote_code, revision=asked.revision)
+        self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
+        return asked, folder, given
+
+    def tokenizer_folder(self, config: EngineConfig, folder: Path) -> Path:
+        """The folder of `tokenizer=`, or the model's own."""
+        return folder if config.tokenizer is None else find_model(
+            config.tokenizer, "tokenizer", weights=False, code=config.trust_remote_code)
+
+    def settle(self, asked: EngineConfig) -> EngineConfig:
         """What was asked for, with values in place of `None` and "auto", for this machine and this
         model. Says what the machine can't do as asked."""
         model = self.model_config
-        config = resolve(asked, pick_device(asked.device), model, facts)
+        config = resolve(asked, pick_device(asked.device), model, self.generates)
         take_gpu(config.num_ranks, config.device)
         config, said = fit_to_device(config, asked, model)
         say(*said)
@@ -145,9 +113,9 @@ class LLM(LLMEngine):
             say("overlap is off: drafts follow tokens that the host must have seen")
             config = replace(config, async_scheduling=False)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
-            tokenizer_folder(config, folder), optional=config.load_format == "dummy",
+            self.tokenizer_folder(config, folder), optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
-        plan = Plan(config, self.model_config, folder, self.tokenizer, InputProcessor, RankParts(
+        plan = Plan(config, self.model_config, folder, self.tokenizer, self.make_inputs, RankParts(
             num_drafts=max([extra.most_drafts for extra in drafters], default=0)))
         for extra in extras:
             plan = extra.prepare(plan)
@@ -157,7 +125,7 @@ class LLM(LLMEngine):
         return replace(plan, parts=replace(plan.parts, replaced=names))
 
     def start_runner(self, plan: Plan, asked_len: int | None,
-                     generates: bool) -> tuple[EngineConfig, ModelRunner, int]:
+                     ) -> tuple[EngineConfig, ModelRunner, int]:
         """The ranks' processes, the weights, and a KV cache of as many blocks as there is room for.
         Returns the config, with the `max_model_len` that fits, rank 0's runner, and that number.
         asked_len: the `max_model_len` that was asked for, which is not lowered."""
@@ -170,7 +138,7 @@ class LLM(LLMEngine):
         try:
             runner = make_runner(ranks=ranks)
             num_blocks = runner.count_kv_blocks()
-            config, said = fit_to_cache(runner.config, num_blocks, asked_len, generates)
+            config, said = fit_to_cache(runner.config, num_blocks, asked_len, self.generates)
             say(*said)
             ranks.agree(num_blocks, config.max_model_len)
             runner.start(num_blocks, config.max_model_len)
@@ -179,14 +147,8 @@ class LLM(LLMEngine):
             raise
         return config, runner, num_blocks
 
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
-        """vLLM's way to make an engine whose steps are called by hand."""
-        return cls(**vars(engine_args))
-
     # ------------------------------------------------------ offline batches
 
-    @takes_vllms_words("generate()", "call")
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable = True, priority: list[int] | None = None,
@@ -220,7 +182,6 @@ class LLM(LLMEngine):
                 bar.update()
         return [results[request.request_id] for request in requests]
 
-    @takes_vllms_words("stream()", "call")
     def stream(self, prompts: Prompt | list[Prompt],
                sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                priority: list[int] | None = None,
@@ -234,7 +195,6 @@ class LLM(LLMEngine):
         self.inputs.check_generates()
         return self.drive(self.make_requests(prompts, sampling_params, priority, lora_request))
 
-    @takes_vllms_words("chat()", "call")
     def chat(self, messages: list, sampling_params: SamplingParams | list | None = None,
              use_tqdm: bool | Callable = True, *, stream: bool = False,
              chat_template: str | None = None, add_generation_prompt: bool = True,
@@ -296,40 +256,6 @@ class LLM(LLMEngine):
             self.abort(requests)
 
     # -------------------------------------------------------------- the rest
-
-    # The engine's own, which refuse vLLM's keywords in words.
-    add_request = takes_vllms_words("add_request()", "call")(LLMEngine.add_request)
-    reset_prefix_cache = takes_vllms_words("reset_prefix_cache()", "call")(
-        LLMEngine.reset_prefix_cache)
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The Hugging Face tokenizer, None with `skip_tokenizer_init`."""
-        return self.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json recommends, else the defaults of `SamplingParams`."""
-        return self.inputs.default_sampling_params()
-
-    def extra(self, kind: type[AnExtra]) -> AnExtra | None:
-        """The extra of this class; None if there is none."""
-        return next((extra for extra in self.extras if isinstance(extra, kind)), None)
-
-    @property
-    def llm_engine(self) -> "LLM":
-        """What vLLM's `LLM` has: here an `LLM` is the engine."""
-        return self
-
-    def __getattr__(self, name: str):
-        """Called for missing names only: a method that an extra has, `embed` say. For a method of
-        vLLM's that is nowhere, the error names an alternative."""
-        theirs = getattr(the_extras(), "METHODS", ())
-        if name in theirs:
-            return the_extras().method_of(self, name)
-        raise AttributeError(missing_method(name, [*dir(type(self)), *theirs])
-                             + ("" if theirs else NO_EXTRAS))
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *getattr(the_extras(), "METHODS", ())]
 
     def __enter__(self) -> "LLM":
         return self

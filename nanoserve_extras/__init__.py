@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 # What `from nanoserve import ...` finds here: the module of each name.
 NAMES = dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput", "EmbeddingOutput",
                        "ClassificationOutput", "ScoringOutput"), "pooling.pooling")
 NAMES |= {"PoolerConfig": "pooling.pooler", "StructuredOutputsParams": "structured.structured",
-          "LoRARequest": "lora.lora", "AsyncLLM": "server.async_llm", "EngineArgs": "engine_args"}
+          "LoRARequest": "lora.lora", "AsyncLLM": "server.async_llm", "EngineArgs": "engine_args",
+          "LLM": "base.llm"}
 
 # `nanoserve COMMAND`: the module with its `main`, its arguments, and what the list says of it.
 COMMANDS = {
@@ -67,14 +67,6 @@ def method_of(llm: Any, name: str) -> Callable:
     return missing
 
 
-def as_folder(model: Any, option: str = "model", quantization: str | None = None,
-              revision: str | None = None) -> Path | None:
-    """The folder of a GGUF file, which is made once, in as few bits as the engine wants; None for
-    any other name. Raises `ValueError` that names the option and its value."""
-    file = find("tools.gguf_files.find_file")(model, option, revision)
-    return file and find("tools.convert.kept")(file, quantization, option)
-
-
 def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any, list]:
     """Options and checkpoint become extras.
 
@@ -84,7 +76,7 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
     change nothing, because its extra was handed over with another value.
     """
     from nanoserve.config import EngineConfig
-    from nanoserve.facts import Fact
+    from nanoserve_extras.base.facts import Fact
 
     args, model_config, network = read_model(args, folder)
     given, extras = list(given), []

@@ -1,13 +1,13 @@
 """What goes with what, from facts alone: `python -m nanoserve_extras.combinations`.
 
 Prints the two tables of docs/combinations.md. A feature goes with a kind of model, or with another
-feature, unless one needs a fact that the other ends (nanoserve/facts.py). No model is
+feature, unless one needs a fact that the other ends (nanoserve_extras/base/facts.py). No model is
 read: a kind of model is the facts that are untrue of it.
 """
 
 from string import ascii_lowercase
 
-from nanoserve.facts import Asked, Fact, Part, clash
+from nanoserve_extras.base.facts import Asked, Fact, Part, clash
 from nanoserve_extras.block_store.block_store import BlockStore
 from nanoserve_extras.drafts.speculative import Speculation
 from nanoserve_extras.foreign.foreign import ENCODER, ForeignNetwork

@@ -39,13 +39,13 @@ from safetensors.torch import load, save
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
-from nanoserve.llm import find_folder
 from nanoserve.loader import Tensors, load_weights, stored_tensors
 from nanoserve.model import Decoder
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import HEAD, Ranks
 from nanoserve.vllm import takes_vllms_words
+from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.block_store.block_store import BlockStore
 
 CALL = -3  # in the place of a step's first length: one of the following comes next

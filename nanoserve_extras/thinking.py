@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.facts import Fact
 from nanoserve.hooks import Extra
 from nanoserve.request import Request
 from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.base.facts import Fact
 
 
 @dataclass

@@ -20,15 +20,14 @@ READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "o
 MAY_IMPORT = {
     "rules": [],
     "vllm": [],
-    "facts": [],
     "command": [],
     "turns": [],
     "wrappings": [],
     "model_config": ["wrappings"],
     "config": ["rules", "vllm"],
-    "defaults": ["config", "facts", "model_config", "rules"],
+    "defaults": ["config", "model_config", "rules"],
     "sequence": ["config"],
-    "hooks": ["sequence", "facts", "rules"],
+    "hooks": ["sequence", "rules"],
     "block_manager": ["sequence", "hooks"],
     "scheduler": ["config", "sequence", "hooks", "block_manager"],
     "detokenizer": ["config"],
@@ -60,18 +59,19 @@ MAY_IMPORT = {
     "model_runner": ["batch", "config", "controls", "device", "graphs", "layers", "loader",
                      "memory", "model", "model_config", "parallel", "sampler", "self_test",
                      "sequence"],
-    "engine": ["config", "detokenizer", "facts", "hooks", "inputs", "metrics", "model_config",
+    "engine": ["config", "detokenizer", "hooks", "inputs", "metrics", "model_config",
                "model_runner", "progress", "request", "rules", "scheduler", "sequence",
                "turns"],
-    "llm": ["config", "defaults", "detokenizer", "device", "engine", "facts", "hooks", "inputs",
-            "loader", "memory", "model_config", "model_runner", "parallel", "processes", "progress",
-            "request", "rules", "self_test", "vllm"],
+    "llm": ["config", "defaults", "detokenizer", "device", "engine", "hooks", "inputs", "loader",
+            "memory", "model_config", "model_runner", "parallel", "processes", "progress",
+            "request", "rules", "self_test"],
 }
 BOTTOM_UP = [*MAY_IMPORT]
 # Late, inside a function, because only who asks for it needs it.
 LATE = {"device": ["triton_attention", "cpu"]}
 # Bottom up: an idea may import the engine, and of other ideas those in its row.
 IDEAS = {
+    "base": [],  # what all of them share
     "structured": [], "lora": [], "pooling": [], "quantization": [], "block_store": [],
     "multimodal": ["foreign"], "recurrent": ["foreign"], "drafts": ["foreign"], "trace": [],
     "engine_args": [],  # all records of options
@@ -88,7 +88,7 @@ IDEAS = {
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["wrappings", "model_config", "config", "sequence", "hooks", "block_manager",
-        "scheduler", "command", "defaults", "facts", "metrics", "progress", "inputs", "rules",
+        "scheduler", "command", "defaults", "metrics", "progress", "inputs", "rules",
         "vllm", "turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["loader", "wrappings"],
@@ -178,7 +178,7 @@ def test_there_is_no_circle():
     free_of_circles(imports(EXTRAS))
 
 
-def test_the_engine_imports_the_extras_in_three_places_and_late():
+def test_the_engine_imports_the_extras_in_two_places_and_late():
     """And then the package alone, whose tables find the rest."""
     places = set()
     for path in PACKAGE.rglob("*.py"):
@@ -190,14 +190,14 @@ def test_the_engine_imports_the_extras_in_three_places_and_late():
                 assert named == ["nanoserve_extras"] and node not in tree.body, path
                 assert path.stem not in places, path
                 places.add(path.stem)
-    assert places == {"__init__", "__main__", "llm"}
+    assert places == {"__init__", "__main__"}
 
 
 def test_no_idea_imports_another_but_by_its_row():
     rooms = {name: name.partition("/")[0] for name in EXTRA_FILES}
     assert set(rooms.values()) == set(IDEAS)
     for name, others in imports(EXTRAS).items():
-        found = {rooms[other] for other in others if other} - {rooms[name], "engine_args"}
+        found = {rooms[other] for other in others if other} - {rooms[name], "base", "engine_args"}
         assert found <= set(IDEAS[rooms[name]]), name
     free_of_circles({idea: set(others) for idea, others in IDEAS.items()})
 

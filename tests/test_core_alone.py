@@ -25,8 +25,8 @@ from nanoserve.__main__ import main
 assert main([]) == 0 and main(["serve"]) == 2
 for refused, words in (
         (lambda: LLM({str(tmp_path)!r}), "OPTForCausalLM"),
-        (lambda: llm.embed("a"), "nanoserve_extras"),
-        (lambda: LLM({str(qwen3)!r}, enable_lora=True), "nanoserve_extras"),
+        (lambda: llm.embed("a"), "embed"),
+        (lambda: LLM({str(qwen3)!r}, enable_lora=True), "enable_lora"),
         (lambda: llm.generate([1], SamplingParams(structured_outputs=dict(regex="a"))),
          "no extra for grammars")):
     try:

@@ -23,13 +23,13 @@ from typing import Protocol
 
 from nanoserve.detokenizer import load_tokenizer
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.facts import Fact
-from nanoserve.llm import find_folder
 from nanoserve.model_config import ModelConfig, read_architecture, read_config
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import check_shares
 from nanoserve.progress import say
 from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.facts import Fact
 
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet

@@ -31,14 +31,14 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.facts import Fact
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
-from nanoserve.llm import find_folder
 from nanoserve.loader import Tensors, load_dummy_weights, load_weights, stored_tensors
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
 from nanoserve.model_config import ModelConfig, read_json
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.drafts.guessers import UNKNOWN, Guesser, write_drafts
 from nanoserve_extras.drafts.hidden_taps import Head, LastTap, LayerTaps, States
 

@@ -20,7 +20,6 @@ from pathlib import Path
 import transformers
 
 from nanoserve.engine import Plan
-from nanoserve.facts import Fact
 from nanoserve.hooks import Extra
 from nanoserve.model_config import (
     QUANTIZED,
@@ -33,6 +32,7 @@ from nanoserve.model_config import (
 )
 from nanoserve.rules import in_words
 from nanoserve.wrappings import WRAPPINGS, flatten, stored_names, text_part
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.foreign.encoder import make_pooler, read_encoder
 from nanoserve_extras.foreign.foreign_weights import text_class, text_config_of

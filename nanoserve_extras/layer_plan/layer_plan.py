@@ -33,7 +33,6 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.facts import Fact
 from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
 from nanoserve.metrics import Counter, Gauge, Metric
@@ -45,6 +44,7 @@ from nanoserve.progress import say
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 from nanoserve.turns import ctrl_c_held
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.engine_args import LayerPlanOptions
 from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom
 from nanoserve_extras.new_weights import NewWeights

@@ -39,7 +39,6 @@ from torch import nn
 from nanoserve import rules
 from nanoserve.batch import Batch
 from nanoserve.engine import Plan
-from nanoserve.facts import Fact
 from nanoserve.hooks import Extra
 from nanoserve.layers import Linear, Placement, beside
 from nanoserve.loader import translated
@@ -51,6 +50,7 @@ from nanoserve.request import Request
 from nanoserve.rules import in_words, option
 from nanoserve.sequence import CacheEntry, Step
 from nanoserve.turns import ctrl_c_held
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.engine_args import LoRAOptions
 
 ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.PATH.keep)

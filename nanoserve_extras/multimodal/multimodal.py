@@ -39,7 +39,6 @@ import torch
 from transformers import ProcessorMixin
 
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.facts import Fact
 from nanoserve.hooks import Extra
 from nanoserve.inputs import InputProcessor, Prompt, salt_of, template_of
 from nanoserve.messages import MediaError
@@ -49,6 +48,7 @@ from nanoserve.request import Request
 from nanoserve.rules import in_words, words_of
 from nanoserve.sampler import put
 from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.engine_args import MultimodalOptions
 from nanoserve_extras.foreign.transformers_model import TransformersModel, refusal
 from nanoserve_extras.multimodal.multimodal_inputs import (

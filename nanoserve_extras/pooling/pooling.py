@@ -32,7 +32,6 @@ from tokenizers import normalizers
 from nanoserve import rules
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.engine import Plan, no_numbers
-from nanoserve.facts import Fact
 from nanoserve.hooks import Extra
 from nanoserve.inputs import InputProcessor, Prompt, as_list, one_for_each, salt_of
 from nanoserve.model_config import ModelConfig
@@ -41,6 +40,7 @@ from nanoserve.request import Request, RequestStateStats, salted
 from nanoserve.rules import in_words, option
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve.vllm import takes_vllms_words
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.engine_args import PoolingOptions
 from nanoserve_extras.pooling.pooler import POOLS, First, Pooler
 from nanoserve_extras.pooling.sentence_files import too_long

@@ -38,7 +38,6 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.facts import Fact
 from nanoserve.hooks import Extra
 from nanoserve.layers import Linear
 from nanoserve.memory import (
@@ -53,6 +52,7 @@ from nanoserve.parallel import HEAD
 from nanoserve.progress import say
 from nanoserve.sampler import put
 from nanoserve.sequence import Step
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.engine_args import RecurrentOptions
 from nanoserve_extras.foreign.foreign_layers import SIZES, Packed, Picks
 from nanoserve_extras.foreign.transformers_model import Pages, Probe, TransformersModel

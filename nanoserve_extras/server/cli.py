@@ -28,8 +28,9 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from nanoserve.facts import Fact
-from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve.llm import BUNDLED_MODEL
+from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.llm import LLM
 from nanoserve_extras.server.api import create_app
 from nanoserve_extras.server.arguments import (
     VLLMS,

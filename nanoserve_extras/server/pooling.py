@@ -30,7 +30,7 @@ from uuid import uuid4
 import torch
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
-from nanoserve.facts import Fact
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.pooling.pooling import PoolingParams
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError
 from nanoserve_extras.server.errors import BadRequest

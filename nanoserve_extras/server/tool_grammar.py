@@ -35,7 +35,7 @@ from typing import Any
 
 from nanoserve.config import SamplingParams
 from nanoserve.detokenizer import Tokenizer
-from nanoserve.llm import LLM
+from nanoserve_extras.base.llm import LLM
 from nanoserve_extras.server.errors import BadRequest
 from nanoserve_extras.server.protocol import ChatBody
 from nanoserve_extras.server.tool_format import format_of

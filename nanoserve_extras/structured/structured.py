@@ -33,11 +33,11 @@ import numpy as np
 
 from nanoserve import rules
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.facts import Fact
 from nanoserve.hooks import Extra
 from nanoserve.request import Request
 from nanoserve.rules import in_words, option
 from nanoserve.sequence import Sequence
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.structured.structured_schema import tidy
 from nanoserve_extras.structured.structured_trial import Trial, byte_tokenizer
 

@@ -31,8 +31,9 @@ from transformers import AutoTokenizer
 import nanoserve
 from nanoserve.command import command
 from nanoserve.detokenizer import Tokenizer
-from nanoserve.llm import BUNDLED_MODEL, find_folder
+from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
+from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.server.arguments import add_engine_options, engine_options
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated

@@ -20,7 +20,8 @@ from copy import copy
 from types import SimpleNamespace
 
 from nanoserve.config import SamplingParams
-from nanoserve.llm import LLM, find_folder
+from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.llm import LLM
 
 ONLY_SERVER = ("get_ip", "trainer_init", "packed_nccl_broadcast_producer")  # that mode needs them
 # Fields that change what is drawn from; the others don't, or are seldom there.

@@ -37,9 +37,9 @@ from tqdm import tqdm
 
 import nanoserve
 from nanoserve.build import cache_folder, digest
-from nanoserve.llm import read_model
 from nanoserve.memory import free_cpu_memory, return_freed_memory
 from nanoserve.progress import say
+from nanoserve_extras import choose
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.gguf_entries import (
     check_names,
@@ -88,7 +88,7 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
         tokenizer = read_tokenizer(entries)
     with TemporaryDirectory() as work:
         network.config.save_pretrained(work)
-        read_model(EngineArgs(model=work), Path(work))  # the engine must be able to serve it
+        choose(EngineArgs(model=work), Path(work))  # the engine must be able to serve it
     network.generation_config.update(**read_generation(entries))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as work:

@@ -32,8 +32,10 @@ from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
 from nanoserve.defaults import resolve
 from nanoserve.device import fit_to_device, load_backend, pick_device, why_unusable
-from nanoserve.llm import BUNDLED_MODEL, find_folder, read_model
+from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.memory import current, free_cpu_memory
+from nanoserve_extras import choose
+from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.quantization.quantization import kind_of_weight
 from nanoserve_extras.quantization.quantized_linear import GROUP, round_groups, round_rows
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asked = EngineArgs(model=args.model, device=args.device)
         folder = find_folder(args.model, weights=False)
-        asked, model, _ = read_model(asked, folder)
+        asked, model, _ = choose(asked, folder)
         config = resolve(asked, pick_device(asked.device), model)
         config, said = fit_to_device(config, asked, model)
     except ValueError as error:

@@ -6,7 +6,7 @@
     hf.co/owner/repo:Q4_K_M      write it; FOLDER:Q4_K_M, where such a folder is here
     owner/repo/path/model.gguf   a file there, by its path
 
-`find_folder` of nanoserve/llm.py asks here first, so every command and every option that takes a
+`find_folder` of base/checkpoint.py asks here first, so every command and every option that takes a
 model takes all of these. What is fetched stays in the cache of `huggingface_hub`, which also
 serves it without a network. A hub id alone means a checkpoint in safetensors: to look for GGUF
 files there would take a request to the hub at each start.

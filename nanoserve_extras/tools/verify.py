@@ -44,10 +44,12 @@ from nanoserve.config import KERNELS, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import load_tokenizer
 from nanoserve.device import pick_device
 from nanoserve.hooks import Extra
-from nanoserve.llm import LLM, find_folder, read_model
 from nanoserve.model_config import ModelConfig, read_architecture, read_json
 from nanoserve.parallel import check_shares
 from nanoserve.sequence import Step
+from nanoserve_extras import choose
+from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.llm import LLM
 from nanoserve_extras.block_store.block_store import BlockStore
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.verify_served import (
@@ -294,7 +296,7 @@ def verify(args: argparse.Namespace) -> Iterator[Outcome | Served]:
     ranks, max_tokens = args.tensor_parallel_size, args.max_tokens
     options = dict(kernels=args.kernels, model_impl=args.model_impl)
     folder = find_folder(args.model)
-    _, config, _ = read_model(EngineArgs(model=args.model, tensor_parallel_size=ranks, **options),
+    _, config, _ = choose(EngineArgs(model=args.model, tensor_parallel_size=ranks, **options),
                               folder)
     check_shares(ranks, config.num_attention_heads, config.num_key_value_heads)
     tokenizer = load_tokenizer(folder, optional=True)

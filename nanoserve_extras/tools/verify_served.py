@@ -31,7 +31,7 @@ import torch
 
 from nanoserve.config import SamplingParams
 from nanoserve.detokenizer import Tokenizer
-from nanoserve.llm import LLM
+from nanoserve_extras.base.llm import LLM
 
 WINDOW = 512  # tokens that are read at a time, at most
 NUM_LIKELY = 20  # tokens whose probabilities are compared at each position

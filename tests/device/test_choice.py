@@ -16,8 +16,8 @@ from nanoserve import ops
 from nanoserve.config import EngineConfig
 from nanoserve.defaults import resolve
 from nanoserve.device import fit_to_device, pick_device
-from nanoserve.llm import read_model
 from nanoserve.model_config import ModelConfig
+from nanoserve_extras import choose
 from nanoserve_extras.engine_args import EngineArgs
 
 
@@ -164,7 +164,7 @@ def test_the_text_network_tells_whether_float16_is_too_small(tmp_path, architect
         sizes if inner is None else dict(text_config=dict(sizes, model_type=inner))))
     asked = EngineArgs(model="none", device="cpu", dtype="float16", kernels="torch")
     with pytest.raises(ValueError, match="65,504") if overflows else nullcontext():
-        fit_to_device(asked, asked, read_model(asked, tmp_path)[1])
+        fit_to_device(asked, asked, choose(asked, tmp_path)[1])
 
 
 @pytest.mark.parametrize("capability, interpreted, kernel, reason", [

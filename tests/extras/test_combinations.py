@@ -6,8 +6,8 @@ import pytest
 from pages import read
 
 from nanoserve import LLM
-from nanoserve.facts import Asked, Fact, clash, facts_of
 from nanoserve.hooks import Extra
+from nanoserve_extras.base.facts import Asked, Fact, clash, facts_of
 from nanoserve_extras.combinations import FEATURES, KINDS, legend, missing, table
 from nanoserve_extras.lora.lora import LoRA
 from nanoserve_extras.trace.recorder import Recorder

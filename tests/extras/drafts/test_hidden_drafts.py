@@ -436,7 +436,8 @@ def test_two_ranks_read_a_checkpoints_own_head_and_without_the_method_it_is_pass
     folder = make_own(tmp_path / "own", checkpoints["qwen2"])
     plain = LLM(folder, dtype="float32", skip_tokenizer_init=True)
     # The head is that of the revision which was fetched, and not looked for anew.
-    monkeypatch.setattr("nanoserve.llm.find_model", lambda *names, **options: folder)
+    monkeypatch.setattr("nanoserve_extras.base.checkpoint.find_model",
+                        lambda *names, **options: folder)
     for llm in (plain, start_own("owner/model", revision="v1", tensor_parallel_size=2)):
         with llm:
             for output in llm.generate(few_prompts, GREEDY, use_tqdm=False):

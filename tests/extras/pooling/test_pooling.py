@@ -19,7 +19,7 @@ from pooled import TOLERANCE, assert_close, class_logits, data, normalised, pool
 from small_engine import assert_idle, drain
 
 from nanoserve import LLM, PoolingParams
-from nanoserve.facts import Fact
+from nanoserve_extras.base.facts import Fact
 
 # ------------------------------------------------------------------ embeddings
 

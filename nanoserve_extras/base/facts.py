@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from nanoserve.config import EngineConfig
+
 
 class Fact(Enum):
     """What holds for a plain engine: our own decoder with all of its weights on one CPU or GPU."""
@@ -47,6 +49,16 @@ class Asked:
     name: str
     ends: frozenset[Fact]
     needs: frozenset[Fact] = frozenset()
+
+
+def own_parts(asked: EngineConfig, device: str) -> list[Asked]:
+    """What the engine's own options make untrue."""
+    untrue = [
+        (f"tensor_parallel_size={asked.tensor_parallel_size}", Fact.ONE_RANK,
+         asked.tensor_parallel_size > 1),
+        ("enable_prefix_caching=False", Fact.PREFIX_CACHE, not asked.enable_prefix_caching),
+        (f"device={device!r}", Fact.ON_CPU, device != "cpu")]
+    return [Asked(name, frozenset([fact])) for name, fact, is_so in untrue if is_so]
 
 
 def clash(one: Part, other: Part) -> str | None:
