@@ -40,7 +40,7 @@ def test_every_policy_has_a_row():
 
 def test_every_file_of_the_core_has_its_counterpart_in_vllm():
     lines = re.findall(r"^- \[`\w+`\]\(\.\./nanoserve/([\w/]+)\.py\): (.+)$", MAP, re.M)
-    assert len(lines) > 40
+    assert len(lines) > 20
     for name, said in lines:
         assert re.search(r"\(`(vllm|csrc|cmake)/.*\)$", said), name
 
