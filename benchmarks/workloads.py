@@ -24,10 +24,9 @@ import shutil
 import textwrap
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from random import Random
-
-from nanoserve.progress import percentile
 
 COMMUNITY_TOKENS = 10_000  # nano-vllm draws its token ids from 0 to this, inclusive
 Range = tuple[int, int]  # from, to, inclusive
@@ -140,12 +139,12 @@ def replay(path: Path, vocab_size: int, seed: int = 0) -> list[Request]:
 
 
 def spread(values: list[float]) -> dict[str, float] | None:
-    """Mean, p50, p90 and p99; None of nothing."""
+    """Mean, p50, p90 and p99 by nearest rank (the 99th of 100 values); None of nothing."""
     if not values:
         return None
     ordered = sorted(values)
-    return dict(mean=sum(values) / len(values), p50=percentile(ordered, 50),
-                p90=percentile(ordered, 90), p99=percentile(ordered, 99))
+    return dict(mean=sum(values) / len(values), **{
+        f"p{n}": ordered[ceil(n * len(ordered) / 100) - 1] for n in (50, 90, 99)})
 
 
 def summarize(seconds: float, num_prompt_tokens: int, token_times: list[list[float]],

@@ -26,7 +26,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
 from nanoserve.inputs import Prompt
-from nanoserve.metrics import EngineMetrics, Metric
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.progress import say
@@ -71,8 +70,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
                  process: Callable[..., Request], extras: list[Extra]):
         self.config, self.runner, self.process = config, runner, process
-        self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
-        self.extras, self.hooks = [self.metrics, *extras], Hooks()
+        self.extras, self.hooks = list(extras), Hooks()
         self.scheduler = Scheduler(config, num_blocks, runner.window, self.hooks,
                                    runner.parts.num_drafts or None,
                                    runner.model_config.vocab_size)
@@ -358,15 +356,6 @@ class LLMEngine:
             check()
 
     # -------------------------------------------------------------- the rest
-
-    def get_metrics(self) -> list[Metric]:
-        """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
-        self.check_open()
-        labels = {"model_name": self.config.model, "engine": "0"}
-        numbers = self.metrics.read(self.scheduler)
-        for read in self.hooks.metrics:
-            numbers += read()
-        return [replace(one, labels=labels | one.labels) for one in numbers]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""

@@ -6,12 +6,11 @@ nothing, and overrides those that it needs:
     prepare ──► attach ──► check ─► added ─► usable, find, cut, force, draft ─► scheduled, launching
     options     engine     each request      a step is planned                  it is launched
                                          ended, idle ◄─ updated, or dropped ◄─ gave_up ◄─ its tokens
-    between two requests: metrics, reset, close          at any time: committed, evicted
+    between two requests: reset, close                   at any time: committed, evicted
 
-Extras are asked in the order of `engine.extras`: the engine's own metrics first, then those that
-the options ask for, in the order of their table, then those of `LLM(extras=[...])`, then what was
-added later. Where several cut a chunk, each gets what the one before it left; the first that has
-drafts for a row gives them.
+Extras are asked in the order of `engine.extras`: those that the options ask for, then those of
+`LLM(extras=[...])`, then what was added later. Where several cut a chunk, each gets what the one
+before it left; the first that has drafts for a row gives them.
 
 An error in a hook is raised in the call that led to it. A step that was only planned is dropped
 then, and tokens that count already reach their callers: the requests go on.
@@ -156,10 +155,6 @@ class Extra:
         to it."""
 
     # ------------------------------------------------------------------ the engine lives on
-
-    def metrics(self) -> list:
-        """Return numbers for `LLM.get_metrics`, in its classes, without labels of the engine."""
-        return []
 
     def reset(self) -> None:
         """Forget what was computed from these weights or this cache. Called while no request

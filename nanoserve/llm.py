@@ -15,7 +15,6 @@ Names and defaults are vLLM's, so that its users need to change one import only.
 supported raises; nothing is accepted and ignored.
 """
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -37,7 +36,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.parallel import LAST_WORD, check_shares, serve_rank
 from nanoserve.processes import start_ranks, take_gpu
-from nanoserve.progress import prompts_bar, say, summary
+from nanoserve.progress import prompts_bar, say
 from nanoserve.request import Request, RequestOutput
 from nanoserve.self_test import failing_functions
 
@@ -152,25 +151,20 @@ class LLM(LLMEngine):
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable = True, priority: list[int] | None = None,
-                 summarize: bool = False, lora_request: object = None) -> list[RequestOutput]:
+                 lora_request: object = None) -> list[RequestOutput]:
         """Generate for one prompt or many; results come in the order of the prompts.
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
         of these. sampling_params: one for all, one for each, or None for the model's defaults.
         priority: one for each, the lowest first. use_tqdm: whether to show a progress bar, or a
-        function that makes one. summarize: print totals and times at the end. lora_request: a
-        `LoRARequest` for all, or one or None for each.
+        function that makes one. lora_request: a `LoRARequest` for all, or one or None for each.
         Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
         """
         self.inputs.check_generates()
         requests = self.make_requests(prompts, sampling_params, priority, lora_request)
         for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
-        start = time.perf_counter()
-        results = self.results_of(requests, use_tqdm)
-        if summarize:
-            say(summary([output.metrics for output in results], time.perf_counter() - start))
-        return results
+        return self.results_of(requests, use_tqdm)
 
     def results_of(self, requests: list[Request], use_tqdm: bool | Callable) -> list:
         """The one output of each request, in their order, with a bar meanwhile."""

@@ -36,8 +36,7 @@ MAY_IMPORT = {
     "plain_texts": ["detokenizer"],
     "inputs": ["config", "detokenizer", "messages", "model_config", "plain_texts", "request",
                "rules", "vllm"],
-    "progress": ["request"],
-    "metrics": ["hooks", "request", "scheduler", "sequence"],
+    "progress": [],
     "batch": ["sequence"],
     "ops": ["batch", "sequence"],
     "build": [],
@@ -59,7 +58,7 @@ MAY_IMPORT = {
     "model_runner": ["batch", "config", "controls", "device", "graphs", "layers", "loader",
                      "memory", "model", "model_config", "parallel", "sampler", "self_test",
                      "sequence"],
-    "engine": ["config", "detokenizer", "hooks", "inputs", "metrics", "model_config",
+    "engine": ["config", "detokenizer", "hooks", "inputs", "model_config",
                "model_runner", "progress", "request", "rules", "scheduler", "sequence",
                "turns"],
     "llm": ["config", "defaults", "detokenizer", "device", "engine", "hooks", "inputs", "loader",
@@ -88,7 +87,7 @@ IDEAS = {
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["wrappings", "model_config", "config", "sequence", "hooks", "block_manager",
-        "scheduler", "command", "defaults", "metrics", "progress", "inputs", "rules",
+        "scheduler", "command", "defaults", "progress", "inputs", "rules",
         "vllm", "turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["loader", "wrappings"],

@@ -13,7 +13,7 @@ from nanoserve.hooks import NAMES, Extra
 SHARED = ids_of("the same beginning")
 PROMPTS = {"a": SHARED, "b": [7] * 30, "c": [*SHARED, 5], "d": [6] * 20, "e": [*SHARED, 9]}
 IN_A_STEP = [name for name in NAMES if name not in (
-    "prepare", "attach", "ready", "check", "added", "metrics", "reset", "close", "draft")]
+    "prepare", "attach", "ready", "check", "added", "reset", "close", "draft")]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "overlap"])

@@ -4,12 +4,15 @@
     read_options               the options of all extras, and vLLM's words
     read_checkpoint            GGUF files, transformers' networks; options become extras
     settle, check_added        facts: what goes with what (facts.py)
-    generate, chat, stream     vLLM's keywords
+    generate, chat, stream     vLLM's keywords, a summary
+    get_metrics                what the engine did, in numbers (metrics.py)
     __getattr__                the methods of extras, and vLLM's that are missing
 
 `from nanoserve import LLM` gives this class. Nothing of how the engine runs is changed here.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -19,10 +22,15 @@ from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.device import pick_device
 from nanoserve.hooks import Extra
+from nanoserve.inputs import Prompt
+from nanoserve.progress import say
+from nanoserve.request import RequestOutput
 from nanoserve.vllm import missing_method, takes_vllms_words
 from nanoserve_extras import METHODS, choose, method_of
 from nanoserve_extras.base.checkpoint import find_folder, tokenizer_folder
 from nanoserve_extras.base.facts import Fact, check_added, facts_of, own_parts
+from nanoserve_extras.base.metrics import EngineMetrics, Metric
+from nanoserve_extras.base.summary import summary
 from nanoserve_extras.engine_args import EngineArgs
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
@@ -50,7 +58,8 @@ class LLM(plain.LLM):
         self.parts = own_parts(config, pick_device(config.device))
         self.facts = facts_of([*self.parts, *extras])
         self.generates = Fact.GENERATES in self.facts
-        return config, folder, extras
+        self.metrics = EngineMetrics()
+        return config, folder, [self.metrics, *extras]
 
     def tokenizer_folder(self, config: EngineConfig, folder: Path) -> Path:
         return tokenizer_folder(config, folder)
@@ -63,9 +72,39 @@ class LLM(plain.LLM):
         super().check_added(extra)
         check_added(extra, [*self.parts, *self.extras])
 
-    # ------------------------------------------------------------- vLLM's words
+    # ---------------------------------------------------- numbers and vLLM's words
 
-    generate = takes_vllms_words("generate()", "call")(plain.LLM.generate)
+    def get_metrics(self) -> list[Metric]:
+        """The engine's numbers now, in vLLM's names (`EngineMetrics.read`), and those of the extras
+        that have a method `metrics`, which returns such without labels of the engine."""
+        self.check_open()
+        labels = {"model_name": self.config.model, "engine": "0"}
+        numbers = self.metrics.read(self.scheduler)
+        for extra in self.extras:
+            numbers += getattr(extra, "metrics", list)()
+        return [replace(one, labels=labels | one.labels) for one in numbers]
+
+    @takes_vllms_words("generate()", "call")
+    def generate(self, prompts: Prompt | list[Prompt],
+                 sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
+                 use_tqdm: bool | Callable = True, priority: list[int] | None = None,
+                 summarize: bool = False, lora_request: object = None) -> list[RequestOutput]:
+        """Generate for one prompt or many; results come in the order of the prompts.
+
+        prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
+        of these. sampling_params: one for all, one for each, or None for the model's defaults.
+        priority: one for each, the lowest first. use_tqdm: whether to show a progress bar, or a
+        function that makes one. summarize: print totals and times at the end. lora_request: a
+        `LoRARequest` for all, or one or None for each.
+        Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
+        """
+        start = time.perf_counter()
+        results = super().generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority,
+                                   lora_request=lora_request)
+        if summarize:
+            say(summary([output.metrics for output in results], time.perf_counter() - start))
+        return results
+
     stream = takes_vllms_words("stream()", "call")(plain.LLM.stream)
     chat = takes_vllms_words("chat()", "call")(plain.LLM.chat)
     add_request = takes_vllms_words("add_request()", "call")(plain.LLM.add_request)

@@ -35,7 +35,6 @@ from nanoserve.batch import Batch
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
-from nanoserve.metrics import Counter, Gauge, Metric
 from nanoserve.model import Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
@@ -45,6 +44,7 @@ from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.metrics import Counter, Gauge, Metric
 from nanoserve_extras.engine_args import LayerPlanOptions
 from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom
 from nanoserve_extras.new_weights import NewWeights

@@ -25,9 +25,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from nanoserve.hooks import Extra
-from nanoserve.metrics import Counter, Gauge, Metric
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve_extras.base.metrics import Counter, Gauge, Metric
 
 ZEROS, FIRST_ROW = 1, 2  # in the array of all states; 0: of a batch's padding
 

@@ -15,7 +15,7 @@ library prometheus_client has a registry of its own numbers; these are counted a
 """
 
 from nanoserve.engine import LLMEngine
-from nanoserve.metrics import Counter, Gauge, Metric, Vector
+from nanoserve_extras.base.metrics import Counter, Gauge, Metric, Vector
 
 # What each number is, for the lines that begin with # HELP.
 MEANING = {

@@ -54,7 +54,7 @@ HOMES |= dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel",
 HOMES |= dict.fromkeys(ONLY_SERVER, f"{OURS}_trl:only_server")
 HOMES |= {name: f"{OURS}:{name}" for name in (
     "random_uuid", "get_tokenizer", "resolve_chat_template", "print_embeddings")}
-HOMES |= {name: f"nanoserve.metrics:{name}"
+HOMES |= {name: f"nanoserve_extras.base.metrics:{name}"
           for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")}
 HOMES |= {f"{kind}RequestOutput": f"{POOLING}:PoolingRequestOutput"
           for kind in ("Embedding", "Classification", "Scoring")}

@@ -20,9 +20,9 @@ makes no sentences in its hot path.
 
 from dataclasses import dataclass, field
 
-from nanoserve.progress import many
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.base.summary import many
 
 
 @dataclass

@@ -39,11 +39,12 @@ from types import SimpleNamespace
 
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
 from nanoserve.hooks import Extra
-from nanoserve.metrics import EngineMetrics
-from nanoserve.progress import duration, percentile, say, summary
+from nanoserve.progress import say
 from nanoserve.request import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
+from nanoserve_extras.base.metrics import EngineMetrics
+from nanoserve_extras.base.summary import duration, percentile, summary
 from nanoserve_extras.engine_args import TraceOptions
 from nanoserve_extras.trace.reasons import explain, lost_blocks
 from nanoserve_extras.trace.recorder import Trace
@@ -179,7 +180,7 @@ class Simulation:
     def __init__(self, arrivals: list[Arrival], budget: int, num_blocks: int, block_size: int,
                  max_num_seqs: int, step_seconds: float = 5e-3, token_seconds: float = 20e-6,
                  max_wait: float = 0.0, policy: str = "fcfs"):
-        config = EngineConfig(
+        self.config = config = EngineConfig(
             model="fake", max_model_len=num_blocks * block_size, block_size=block_size,
             max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget),
             scheduling_policy=policy)
@@ -188,7 +189,8 @@ class Simulation:
         self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
         self.stats = [RequestStateStats(arrival_time=arrival.seconds) for arrival in arrivals]
         self.extras: list[Extra] = []
-        self.add(EngineMetrics(True, config.max_model_len, self.clock, self.clock))
+        self.add(EngineMetrics(self.clock, self.clock))
+        self.extras[0].attach(self)
         self.num_arrived = 0
 
     def clock(self) -> float:

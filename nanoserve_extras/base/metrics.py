@@ -109,13 +109,11 @@ class Distribution:
 
 
 class EngineMetrics(Extra):
-    """The engine's counters. prefix_caching: whether prompts are looked up at all. clock: seconds
-    that never go back; wall: seconds since 1970."""
+    """The engine's counters. clock: seconds that never go back; wall: seconds since 1970."""
 
-    def __init__(self, prefix_caching: bool, max_model_len: int,
-                 clock: Callable[[], float] = time.monotonic,
+    def __init__(self, clock: Callable[[], float] = time.monotonic,
                  wall: Callable[[], float] = time.time):
-        self.prefix_caching, self.clock, self.wall = prefix_caching, clock, wall
+        self.clock, self.wall = clock, wall
         # Of all that have not ended: the request's times, and all of its samples.
         self.open: dict[Sequence, tuple[RequestStateStats, list[Sequence]]] = {}
         # When a sequence got its last token: those of `latest`, the last step's, at `latest_at`.
@@ -126,7 +124,12 @@ class EngineMetrics(Extra):
         self.num_queries = self.num_hits = 0  # tokens looked up in the prefix cache, and found
         self.num_preemptions = 0
         self.num_finished = dict.fromkeys(("stop", "length", "abort"), 0)
-        lengths = one_two_five(max_model_len)
+        self.histograms: dict[str, Distribution] = {}
+
+    def attach(self, engine: Any) -> None:
+        """Whether prompts are looked up at all, and how long a request can be."""
+        self.prefix_caching = engine.config.enable_prefix_caching
+        lengths = one_two_five(engine.config.max_model_len)
         self.histograms = {name: Distribution(limits or lengths)
                            for name, limits in HISTOGRAMS.items()}
 

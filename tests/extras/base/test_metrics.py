@@ -7,15 +7,16 @@ import pytest
 from helpers import sequence
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.config import EngineConfig
 from nanoserve.hooks import Extra
-from nanoserve.metrics import (
+from nanoserve.request import RequestStateStats
+from nanoserve_extras.base.metrics import (
     STEP_TOKENS,
     Counter,
     EngineMetrics,
     Gauge,
     Histogram,
 )
-from nanoserve.request import RequestStateStats
 
 GREEDY = dict(temperature=0, ignore_eos=True)
 
@@ -160,11 +161,18 @@ def test_a_second_sample_does_not_move_the_request(qwen3):
     assert out.metrics.scheduled_ts < out.metrics.first_token_ts
 
 
+def counted(max_model_len: int, **clocks) -> EngineMetrics:
+    """Those of an engine that is none."""
+    metrics = EngineMetrics(**clocks)
+    metrics.attach(SimpleNamespace(config=EngineConfig(model="none", max_model_len=max_model_len)))
+    return metrics
+
+
 def test_times_on_a_clock_that_is_set_by_hand():
     """Queued at 1, begun at 4, tokens at 10, 12 and 15; the last step brings three, which share its
     time. It arrived half a second before it was queued."""
     times = iter([1.0, 4.0, 10.0, 12.0, 15.0])
-    metrics = EngineMetrics(True, 50, clock=lambda: next(times), wall=lambda: 109.5)
+    metrics = counted(50, clock=lambda: next(times), wall=lambda: 109.5)
     seq = sequence("0", [1, 2], SamplingParams(max_tokens=9), 0)
     metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats(arrival_time=100.0)))
     metrics.scheduled(SimpleNamespace(num_new_tokens={seq: 2}, preempted=[], admitted=[seq],
@@ -192,7 +200,7 @@ def test_times_on_a_clock_that_is_set_by_hand():
 def test_a_sequence_that_pauses_has_waited_since_its_own_last_token():
     """By hand: one gets a token at 1, 2, 3 and 4, the other at 1 and 4."""
     times = iter([0.0, 0.0, 1.0, 2.0, 3.0, 4.0])
-    metrics = EngineMetrics(True, 64, clock=lambda: next(times), wall=lambda: 0.0)
+    metrics = counted(64, clock=lambda: next(times), wall=lambda: 0.0)
     one, other = (sequence(name, [1], SamplingParams(max_tokens=9), 0) for name in "ab")
     for seq in (one, other):
         metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats()))

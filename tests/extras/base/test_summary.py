@@ -3,7 +3,7 @@
 import pytest
 from helpers import stats
 
-from nanoserve.progress import percentile, summary
+from nanoserve_extras.base.summary import percentile, summary
 
 pytestmark = pytest.mark.floor
 
