@@ -16,6 +16,7 @@ a download, other engines in turns: `python -m benchmarks.throughput`.
 import argparse
 import ast
 import random
+import sys
 import time
 
 from nanoserve.command import command
@@ -75,6 +76,7 @@ def measure(args: argparse.Namespace) -> None:
     asked = args.num_prompts * args.input_len
     print(f"Throughput: {len(prompts) / seconds:.2f} requests/s, {(asked + made) / seconds:.2f} "
           f"total tokens/s, {made / seconds:.2f} output tokens/s")
+    print("Measuring what this machine can do at most ...", file=sys.stderr)
     print(f"Roofline: {watch.share(seconds)}")
 
 

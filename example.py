@@ -1,15 +1,17 @@
 """Generate text offline: `python example.py`; with `--trace run.html` a page shows every step."""
 
 import argparse
+import re
+import time
 
 from nanoserve.command import command
 
-PROMPTS = [
-    "Once upon a time",
-    "There was once a king who had three daughters, and",
-    "\"What shall we do now?\" said Alice.",
-    "The old house at the edge of the wood",
-]
+PROMPTS = {  # each with the seed of a story that is pleasant to read
+    "Once upon a time": 9,
+    "\"What shall we do now?\" said Alice.": 3,
+    "A fox and a crow met by the river, and": 15,
+    "There was once a king who had three daughters, and": 2,
+}
 
 
 def main() -> None:
@@ -19,15 +21,29 @@ def main() -> None:
     args = parser.parse_args()
     from nanoserve import LLM, SamplingParams  # here: it loads torch, which takes seconds
 
-    params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=100, seed=1)
+    params = [SamplingParams(temperature=0.7, top_p=0.9, max_tokens=110, seed=seed)
+              for seed in PROMPTS.values()]
     traced = {"trace": args.trace} if args.trace else {}  # an option of an extra
     try:
         llm = LLM(args.model, **traced)
     except ValueError as error:  # it says what to do
         parser.error(str(error))
     with llm:
-        for output in llm.generate(PROMPTS, params):
-            print(f"\n{output.prompt} =>{output.outputs[0].text}")
+        start = time.perf_counter()
+        outputs = llm.generate(list(PROMPTS), params)
+        seconds = time.perf_counter() - start
+    for output in outputs:
+        print(f"\n{until_a_sentence_ends(output.prompt + output.outputs[0].text)}")
+    count = sum(len(output.outputs[0].token_ids) for output in outputs)
+    print(f"\n{count} tokens of {len(outputs)} stories at once in {seconds:.1f} s, "
+          f"{count / seconds:.0f} a second.\nNext: python bench.py measures the speed of many "
+          "prompts; nanoserve chat talks to a model.")
+
+
+def until_a_sentence_ends(text: str) -> str:
+    """A story has so many tokens and no more: leave out the sentence in which they end."""
+    ends = [match.end() for match in re.finditer(r"[.!?]['\"]*(?=\s|$)", text)]
+    return text[:ends[-1]] if ends else text
 
 
 if __name__ == "__main__":

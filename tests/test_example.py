@@ -1,6 +1,7 @@
 """example.py, as a newcomer runs it: Ctrl-C, and the run that `--trace` records."""
 
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -48,6 +49,10 @@ def test_the_traced_run_shows_its_four_requests(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NANOSERVE_CHECK", "")  # as a newcomer runs it
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     said = capsys.readouterr()
-    assert said.out.count(" =>") == 4 and f"requests in {path}" in said.err
+    assert f"requests in {path}" in said.err
+    prompts = runpy.run_path(str(EXAMPLE))["PROMPTS"]
+    starts = [said.out.index(f"\n{prompt}") for prompt in prompts]
+    assert starts == sorted(starts)
+    assert re.search(r"[.!?]['\"]?\n\n\d+ tokens of 4 stories at once in ", said.out)
     stream = read(path)
     assert len(stream["requests"]) == 4 and len(stream["frames"]) > 50
