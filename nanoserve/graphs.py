@@ -24,8 +24,7 @@ of two rows a network has two such sizes, for a few drafts and for all that ther
 network, which drafts, computes in them what the first has checked.
 
 A recording keeps the memory of what it returns. So no logits are returned: those of 20 sizes and
-152,000 tokens would be 1.3 GB. A network of transformers' has nothing else to return: all its
-recordings write them to the same memory.
+152,000 tokens would be 1.3 GB.
 
 Invariants: a replay gives what the recorded function would have given, bit for bit. A recording
 that fails never ends an engine, whose steps then run one by one.
@@ -47,8 +46,7 @@ import torch
 from tqdm import tqdm
 
 from nanoserve.batch import Batch, BatchBuilder
-from nanoserve.config import SamplingParams
-from nanoserve.sequence import CoreRequest, Sequence, Step
+from nanoserve.sequence import Step
 
 Layers = Callable[[Batch], torch.Tensor]  # gives the states of the tokens that sample
 Choose = Callable[[torch.Tensor, Batch], torch.Tensor]  # turns them into tokens
@@ -88,97 +86,20 @@ class CudaGraph:
         return self.graph.pool()
 
 
-def recorded(builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type, ranks,
-             **options) -> "DecodeGraphs | None":
-    """`DecodeGraphs` of the same arguments; None, and a sentence on standard error, where recording
-    fails. What was recorded by then gives its memory back. Raises what a broken device raises, and
-    `RuntimeError` if the ranks can't go on."""
-    try:
-        return DecodeGraphs(builder, layers, choose, graph_class, ranks, **options)
-    except Exception as error:  # a recording that ends early may have an error of its own
-        ranks.raise_if_broken()
-        remedy, why = "", f"{type(error).__name__}: {shorten(str(error), 200)}"
-        if torch.OutOfMemoryError in (type(error), type(error.__context__)):
-            remedy = ("; for more memory beside the KV cache lower gpu_memory_utilization (or "
-                      "kv_cache_memory_bytes, num_gpu_blocks_override) or max_num_seqs")
-            why = "memory ran out"
-    if graph_class is CudaGraph:  # after the `except`: its error holds the recordings
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    tqdm.write(f"nanoserve: CUDA graphs can't be recorded ({why}): each kernel of a step is "
-               f"launched, which is slower{remedy}. enforce_eager=True asks for that",
-               file=sys.stderr)
-    return None
-
-
 class DecodeGraphs:
     """The recordings of a step of decodes, by its size.
 
-    builder: makes the batches. layers, choose: what is recorded; nothing in it may depend on what
-    the host knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in.
-    num_networks: 2 with a draft network. num_drafts: the most of a row. ragged: whether rows with
-    drafts are recorded, too. is_ours: if not, the first network is transformers', which returns
-    logits, and each kind of recording is tried. ranks: the `Ranks`; all of them record the same.
-    Raises whatever ends a recording: see `recorded`.
+    sizes: from the fewest tokens to the most. tables: memory for the block tables of any of them.
     """
 
-    @torch.inference_mode()
-    def __init__(self, builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
-                 ranks, num_networks: int = 1, num_drafts: int = 0, ragged: bool = True,
-                 is_ours: bool = True):
-        device = builder.device_buffer.device
-        self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
-        every = all_sizes(len(builder.tables), num_networks, num_drafts, builder.most_samples)
-        self.sizes = [one for size in every if ragged or size.network or not size.drafts
-                      for one in with_sections(size, builder.extra)]
-        self.found: dict[tuple, Size | None] = {}  # see `size_for`
+    def __init__(self, sizes: list[Size], tables: torch.Tensor):
+        self.sizes, self.tables = sizes, tables
         # The layers, and the choice; with several ranks another one, where all rows are greedy.
         self.graphs: dict[Size, tuple[CudaGraph, ...]] = {}
-        recorder = Recorder(layers, choose, graph_class, ranks, is_ours)
-        start, free = time.perf_counter(), recorder.free_memory()
-        # The largest first: the smaller ones fit into the memory that it took.
-        for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
-                         disable=None if ranks.rank == 0 else True, leave=False):
-            self.graphs[size] = recorder.record(self._batch_of(builder, size), size)
-        if not is_ours:
-            smallest = {(one.drafts, one.network, one.extra): one for one in self.sizes[::-1]}
-            for size in smallest.values():  # one of each kind
-                self._try(builder, layers, size, num_drafts or FEW_DRAFTS)
-        self.seconds = time.perf_counter() - start
-        self.memory = free - recorder.free_memory()
-        if ranks.rank == 0:
-            tqdm.write(f"nanoserve: CUDA graphs for {len(self.sizes)} sizes of batches of 1 to "
-                       f"{len(builder.tables)} took {self.seconds:.1f} s and "
-                       f"{self.memory / 2 ** 20:,.0f} MB", file=sys.stderr)
+        self.found: dict[tuple, Size | None] = {}  # see `size_for`
+        self.seconds, self.memory = 0.0, 0  # that recording took; in bytes
 
-    def _batch_of(self, builder: BatchBuilder, size: Size) -> Batch:
-        """A batch of nothing but padding."""
-        names = builder.extra if size.extra else ()
-        step = Step(0, network=size.network, sections=dict.fromkeys(names, {}))
-        return self._fix(builder.build(step, size), size)
-
-    def _try(self, builder: BatchBuilder, layers: Layers, size: Size, most: int) -> None:
-        """Replay two batches, and compare each with the function itself. Raises `RuntimeError`
-        where they differ: something that the host knows is frozen in the recording. All KV goes to
-        block 0. The sections of extras hold 1, 2, 3 ..., then 2, 3, 4 ..., so what an extra reads
-        and what it writes are at different places."""
-        room = builder.tables.shape[1] * builder.block_size
-        names = builder.extra if size.extra else ()
-        for place, known in ((1, 2), (2, min(7, room))):
-            num_drafts = min(builder.block_size, size.tokens, room + 1 - known, most + 1) - 1
-            drafts = [known] * num_drafts if size.drafts else []
-            seq = Sequence(CoreRequest("trial", SamplingParams()), [known - 1] * known, row=0,
-                           block_table=[0] * builder.tables.shape[1])
-            sections = {name: {seq: number} for number, name in enumerate(names, place)}
-            step = Step(0, {seq: 1 + len(drafts)}, [known - 1], [seq],
-                        {seq: drafts} if drafts else {}, size.network, sections=sections)
-            right = layers(self._fix(builder.build(step, size), size)).clone()
-            got = self.graphs[size][0].replay()
-            got, right = (one[:1 + len(drafts)].float().nan_to_num() for one in (got, right))
-            if not (got - right).norm() <= 1e-2 * right.norm():
-                raise RuntimeError("a replay gives other numbers than the step")
-
-    def _fix(self, batch: Batch, size: Size) -> Batch:
+    def fix(self, batch: Batch, size: Size) -> Batch:
         """The same batch as every batch of its size looks to the host, with block tables whose
         address and stride are always the same, too."""
         width, fixed = batch.block_tables.shape[1], self.tables[:size.rows]
@@ -191,19 +112,21 @@ class DecodeGraphs:
         them, and its tokens. None if it computes tokens after which none is sampled, or if there
         is no such size."""
         rows, tokens = len(step.num_new_tokens), step.num_tokens
-        network, extra = step.network, bool(step.sections)
-        key = rows, tokens, network, extra
         if tokens == 0 or tokens > len(step.samples()):
             return None
+        key = rows, tokens, step.network, bool(step.sections)
         if key not in self.found:
-            self.found[key] = next((size for size in self.sizes if (
-                size.rows >= rows and size.tokens >= tokens and size.network == network
-                and size.drafts == (tokens > rows) and size.extra == extra)), None)
+            self.found[key] = self.smallest(*key)
         return self.found[key]
+
+    def smallest(self, rows: int, tokens: int, network: int, extra: bool) -> Size | None:
+        kind = tokens > rows, network, extra
+        return next((size for size in self.sizes if size[2:] == kind
+                     and size.rows >= rows and size.tokens >= tokens), None)
 
     def replay(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The states, and the tokens, unless a row has controls. batch: padded to its size."""
-        self._fix(batch, Size(*batch.graph))
+        self.fix(batch, Size(*batch.graph))
         layers, *choices = self.graphs[batch.graph]
         states = layers.replay()
         if batch.has_controls:
@@ -214,13 +137,68 @@ class DecodeGraphs:
 
 class Recorder:
     """Records steps, the largest first. On each rank the same, at the same time: a rank that fails
-    alone would leave the others waiting in a collective."""
+    alone would leave the others waiting in a collective.
 
-    def __init__(self, layers: Layers, choose: Choose, graph_class: type, ranks, is_ours: bool):
-        self.layers, self.choose = layers, choose
-        self.graph_class, self.ranks, self.is_ours = graph_class, ranks, is_ours
+    builder: makes the batches. layers, choose: what is recorded; nothing in it may depend on what
+    the host knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. ranks:
+    the `Ranks`. num_networks: 2 with a draft network. num_drafts: the most of a row.
+    """
+
+    def __init__(self, builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
+                 ranks, num_networks: int = 1, num_drafts: int = 0):
+        self.builder, self.layers, self.choose = builder, layers, choose
+        self.graph_class, self.ranks = graph_class, ranks
+        self.num_networks, self.num_drafts = num_networks, num_drafts
         self.memory = None  # what all recordings share
-        self.logits: torch.Tensor | None = None  # the largest recording's, see `shared`
+
+    def record(self) -> DecodeGraphs | None:
+        """All sizes. None, and a sentence on standard error, where that fails. What was recorded by
+        then gives its memory back. Raises what a broken device raises, and `RuntimeError` if the
+        ranks can't go on."""
+        try:
+            return self.record_all()
+        except Exception as error:  # a recording that ends early may have an error of its own
+            self.ranks.raise_if_broken()
+            remedy, why = "", f"{type(error).__name__}: {shorten(str(error), 200)}"
+            if torch.OutOfMemoryError in (type(error), type(error.__context__)):
+                remedy = ("; for more memory beside the KV cache lower gpu_memory_utilization (or "
+                          "kv_cache_memory_bytes, num_gpu_blocks_override) or max_num_seqs")
+                why = "memory ran out"
+        if self.graph_class is CudaGraph:  # after the `except`: its error holds the recordings
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        tqdm.write(f"nanoserve: CUDA graphs can't be recorded ({why}): each kernel of a step is "
+                   f"launched, which is slower{remedy}. enforce_eager=True asks for that",
+                   file=sys.stderr)
+        return None
+
+    @torch.inference_mode()
+    def record_all(self) -> DecodeGraphs:
+        """Raises whatever ends a recording."""
+        tables = torch.zeros(self.builder.tables.shape, dtype=torch.int32,
+                             device=self.builder.device_buffer.device)
+        graphs = DecodeGraphs(self.sizes(), tables)
+        start, free, is_first = time.perf_counter(), self.free_memory(), self.ranks.rank == 0
+        # The largest first: the smaller ones fit into the memory that it took.
+        for size in tqdm(graphs.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
+                         disable=None if is_first else True, leave=False):
+            graphs.graphs[size] = self.record_size(self.padding(graphs, size), size)
+        self.try_out(graphs)
+        graphs.seconds = time.perf_counter() - start
+        graphs.memory = free - self.free_memory()
+        if is_first:
+            tqdm.write(f"nanoserve: CUDA graphs for {len(graphs.sizes)} sizes of batches of 1 to "
+                       f"{len(tables)} took {graphs.seconds:.1f} s and "
+                       f"{graphs.memory / 2 ** 20:,.0f} MB", file=sys.stderr)
+        return graphs
+
+    def sizes(self) -> list[Size]:
+        every = all_sizes(len(self.builder.tables), self.num_networks, self.num_drafts,
+                          self.builder.most_samples)
+        return [one for size in every for one in with_sections(size, self.builder.extra)]
+
+    def try_out(self, graphs: DecodeGraphs) -> None:
+        """For a network that may have frozen what the host knows: raise `RuntimeError`."""
 
     def free_memory(self) -> int:
         """Bytes that are free on the GPU. Without one there is nothing to count."""
@@ -229,21 +207,25 @@ class Recorder:
         torch.cuda.empty_cache()  # as each recording does: its gain must not count
         return torch.cuda.mem_get_info()[0]
 
-    def record(self, batch: Batch, size: Size) -> tuple[CudaGraph, ...]:
+    def padding(self, graphs: DecodeGraphs, size: Size) -> Batch:
+        """A batch of nothing else."""
+        names = self.builder.extra if size.extra else ()
+        step = Step(0, network=size.network, sections=dict.fromkeys(names, {}))
+        return graphs.fix(self.builder.build(step, size), size)
+
+    def record_size(self, batch: Batch, size: Size) -> tuple[CudaGraph, ...]:
         """The layers' recording, and one of each way to choose."""
         ways = [batch]
         if self.ranks.size > 1 and not size.network:
             ways = [replace(batch, is_greedy=False), batch]
         self.run_once(batch, ways)
         try:
-            graphs = self.capture(batch, ways, None if size.network else self.logits)
+            graphs = self.capture(batch, ways)
         except Exception:
             self.ranks.least(0)
             raise
         if not self.ranks.least(1):  # or this rank would go on, and wait for the others
             raise RuntimeError("another rank can't record it")
-        if self.logits is None and not self.is_ours and not size.network:
-            self.logits = graphs[0].output
         return graphs
 
     def run_once(self, batch: Batch, ways: list[Batch]) -> None:
@@ -257,15 +239,18 @@ class Recorder:
             raise
         end_alike(self.ranks, False)
 
-    def capture(self, batch: Batch, ways: list[Batch],
-                into: torch.Tensor | None) -> tuple[CudaGraph, ...]:
+    def capture(self, batch: Batch, ways: list[Batch]) -> tuple[CudaGraph, ...]:
         first = self.graph_class(self.memory)
-        first.capture(lambda: shared(self.layers(batch), into))
+        first.capture(lambda: self.states(batch))
         self.memory = self.memory or first.memory()
         choices = [self.graph_class(self.memory) for _ in ways]
         for choice, way in zip(choices, ways, strict=True):
             choice.capture(lambda way=way: self.choose(first.output, way))
         return first, *choices
+
+    def states(self, batch: Batch) -> torch.Tensor:
+        """What the first recording returns, whose memory it keeps."""
+        return self.layers(batch)
 
 
 def end_alike(ranks, failed: bool) -> None:
@@ -275,11 +260,6 @@ def end_alike(ranks, failed: bool) -> None:
     if max(worst, best) < ranks.size:  # the first rank that failed, and the first that did not
         with ranks.together():
             raise RuntimeError(f"rank {worst} failed in front of a recording")
-
-
-def shared(output: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
-    """The same, written to the memory of a larger one if there is one."""
-    return output if memory is None else memory[:len(output)].copy_(output)
 
 
 def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
+from nanoserve.graphs import Recorder
 from nanoserve.layers import Linear, Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model_config import ModelConfig
 from nanoserve.sequence import NO_TOKEN
@@ -41,6 +42,8 @@ class Decoder(nn.Module):
     here: the layers that are built, all if left out. Others are on other ranks, or on disk.
     """
 
+    recorder = Recorder  # records its steps as CUDA graphs
+
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False,
                  here: range | None = None):
         super().__init__()
@@ -50,7 +53,6 @@ class Decoder(nn.Module):
         self.config, self.on, self.ranks = config, on, on.ranks  # the first: a `ModelConfig`
         self.left_out = 0  # bytes of a wrapping's towers, which were passed over
         self.most_rows = 2 ** 31  # sequences whose states it can keep: there is no limit
-        self.ragged_graphs = True  # a recorded step may have rows of any number of tokens
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)  # one a layer
         vocabulary = on.ranks.share(config.vocab_size)

@@ -34,7 +34,7 @@ from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
 from nanoserve.device import load_backend
-from nanoserve.graphs import CudaGraph, DecodeGraphs, recorded
+from nanoserve.graphs import CudaGraph, DecodeGraphs
 from nanoserve.layers import Placement
 from nanoserve.loader import Tensors, load_dummy_weights, load_weights
 from nanoserve.memory import (
@@ -215,11 +215,10 @@ class ModelRunner:
         record together."""
         if self.wants_graphs and self.kv_cache and self.model is not None:
             with self.on_device():
-                self.graphs = recorded(self.builder, self._states, self._choose, self.graph_class,
-                                       self.ranks, num_networks=len(self.networks),
-                                       num_drafts=self.parts.num_drafts,
-                                       ragged=self.model.ragged_graphs,
-                                       is_ours=self.parts.make_network is None)
+                recorder = self.model.recorder(
+                    self.builder, self._states, self._choose, self.graph_class, self.ranks,
+                    len(self.networks), self.parts.num_drafts)
+                self.graphs = recorder.record()
 
     @property
     def wants_graphs(self) -> bool:

@@ -40,6 +40,7 @@ from nanoserve.memory import return_freed_memory
 from nanoserve.model import KVCache, Pair, fit_8_bits
 from nanoserve.model_config import ENDINGS, ModelConfig, Rope, read_dtype
 from nanoserve.sequence import visible
+from nanoserve_extras.foreign.foreign_graphs import ForeignRecorder
 from nanoserve_extras.foreign.foreign_layers import say_what_stays, take_over
 from nanoserve_extras.foreign.foreign_weights import fill, text_config_of, towers_of
 from nanoserve_extras.quantization.quantized_linear import Quantised
@@ -198,7 +199,7 @@ class TransformersModel(nn.Module):
     scale, others squeeze) is in its own `forward` only, so all of that is run.
     """
 
-    looks_ahead, ragged_graphs = False, True
+    looks_ahead, recorder = False, ForeignRecorder
     most_rows = 2 ** 31
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,

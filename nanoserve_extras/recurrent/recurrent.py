@@ -54,6 +54,7 @@ from nanoserve.sampler import put
 from nanoserve.sequence import Step
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.engine_args import RecurrentOptions
+from nanoserve_extras.foreign.foreign_graphs import EvenRecorder, ForeignRecorder
 from nanoserve_extras.foreign.foreign_layers import SIZES, Packed, Picks
 from nanoserve_extras.foreign.transformers_model import Pages, Probe, TransformersModel
 from nanoserve_extras.recurrent.recurrent_delta import DeltaNet, delta_rule_for
@@ -295,9 +296,9 @@ class RecurrentModel(TransformersModel):
                 for key, state in self.shapes.items()}
 
     @property
-    def ragged_graphs(self) -> bool:
+    def recorder(self) -> type[ForeignRecorder]:
         """transformers' mixers take rows of one length each."""
-        return self.num_fast == self.num_mixers
+        return ForeignRecorder if self.num_fast == self.num_mixers else EvenRecorder
 
     @torch.inference_mode()
     def copy(self, pairs: list[tuple[int, int]]) -> None:

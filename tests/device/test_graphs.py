@@ -51,10 +51,8 @@ def test_every_batch_finds_a_size(max_num_seqs):
 def of_sizes(max_num_seqs: int, num_networks: int = 1, num_drafts: int = 0,
              most_samples: int = 2048) -> DecodeGraphs:
     """Without recordings."""
-    graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs.sizes = all_sizes(max_num_seqs, num_networks, num_drafts, most_samples)
-    graphs.found = {}
-    return graphs
+    return DecodeGraphs(all_sizes(max_num_seqs, num_networks, num_drafts, most_samples),
+                        torch.empty(0))
 
 
 @pytest.mark.parametrize("num_drafts, most_samples", [(0, 40), (1, 80), (4, 200), (20, 600)])
