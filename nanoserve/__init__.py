@@ -18,8 +18,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 _HOME = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "config",
          "RequestOutputKind": "config", "RequestOutput": "request",
          "CompletionOutput": "request", "Logprob": "request",
-         "ModelConfig": "model_config",
-         "TextPrompt": "inputs", "TokensPrompt": "inputs"}
+         "ModelConfig": "model_config"}
 # vLLM's names for what has another name here. An `LLM` is the engine, with a way to make it.
 _ALIASES = {"LLMEngine": "LLM"}
 

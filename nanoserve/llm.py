@@ -67,8 +67,7 @@ class LLM(LLMEngine):
         config, runner, num_blocks = self.start_runner(plan, asked.max_model_len)
         self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
         super().__init__(config, runner, num_blocks, self.inputs.process, extras)
-        say(describe(config, runner, num_blocks, plan.network, plan.notes),
-            *self.inputs.not_applied())
+        say(describe(config, runner, num_blocks, plan.network, plan.notes))
 
     def read_options(self, model: str | Path, options: dict) -> EngineConfig:
         """What was asked for, each field checked. Raises `ValueError`, `TypeError`."""
@@ -212,7 +211,7 @@ class LLM(LLMEngine):
     def make_requests(self, prompts, params, priority=None, lora_request=None) -> list[Request]:
         """A checked request for each prompt; a list of params, say, must be as long as prompts."""
         self.check_open()
-        prompts = self.inputs.tokenize(as_list(prompts))
+        prompts = as_list(prompts)
         count, requests = len(prompts), []
         params = one_for_each(params, count, "sampling_params")
         priorities = one_for_each(priority, count, "priority")

@@ -15,12 +15,11 @@ Prompts are checked and tokenised in inputs.py. vLLM V1 has an output processor 
 with a second table of requests; but what has been told to a caller is a fact about one request.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from math import isnan
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import xxhash
 
@@ -203,11 +202,9 @@ class Request:
     bad_word_ids: list[list[int]]
     tokenizer: Tokenizer | None  # None: no text is made
     lora_request: object = None  # the adapter that it names
-    cache_salt: str | None = None  # only requests with the same one find its blocks
     adapter_id: int = 0  # the number of this adapter, 0 for none
     root: CacheEntry | None = None  # parent of its first block
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
-    chat_template: str | None = None  # it wrote the prompt; None: the tokenizer's own, if any
     make_stops: Callable[[SamplingParams], StopStrings] = StopStrings  # one for each sample's text
     made: dict[object, Any] = field(default_factory=dict)  # by extra: what it has made of this
     sequences: list[Sequence] = field(default_factory=list)
@@ -216,7 +213,8 @@ class Request:
     told: list[tuple[int, int]] = field(default_factory=list)  # (characters, tokens) sent, a sample
     history: LogprobHistory = field(init=False)
     num_told_of_prompt: int = 0  # prompt logprobs that a DELTA has carried
-    stats: RequestStateStats = field(default_factory=RequestStateStats)
+    stats: RequestStateStats = field(
+        default_factory=lambda: RequestStateStats(arrival_time=time.time()))
     inbox: Inbox | None = None  # step()'s, or one stream's
 
     def check_taken(self, taken: set[str]) -> None:
@@ -243,7 +241,7 @@ class Request:
             self.request_id, params, arrival, self.priority, self.stats.arrival_time,
             self.max_num_tokens, stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
             eos_ids=self.eos_ids, late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
-            adapter_id=self.adapter_id, root=salted(self.root, self.cache_salt),
+            adapter_id=self.adapter_id, root=self.root,
             contents=self.contents)
         seed = f"{engine_seed} {arrival}" if params.seed is None else params.seed
         for index in range(params.n):
@@ -338,15 +336,3 @@ class Request:
         if self.params.output_kind is RequestOutputKind.DELTA:
             self.num_told_of_prompt = len(prompt)
         return prompt[start:]
-
-
-# One root for each salt, as long as a request or a cached block begins at it.
-SALTED: WeakValueDictionary[tuple[CacheEntry | None, str], CacheEntry] = WeakValueDictionary()
-
-
-def salted(root: CacheEntry | None, salt: str | None) -> CacheEntry | None:
-    """The root, of an adapter say, for those who know the salt."""
-    if salt is None:
-        return root
-    key = sha256((b"" if root is None else root.key) + salt.encode(errors="surrogatepass")).digest()
-    return SALTED.setdefault((root, salt), CacheEntry(key, -1, [], root))

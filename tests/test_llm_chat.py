@@ -63,14 +63,6 @@ def test_a_conversation_that_is_none_is_explained(llm, expected, messages):
     assert_serves(llm, expected)
 
 
-def test_content_parts_of_a_message_are_joined(llm):
-    """OpenAI's form of a message: templates print a list as it is, brackets and all."""
-    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "world"}]
-    [out] = llm.chat([{"role": "user", "content": parts}], greedy(2), use_tqdm=False)
-    [plain] = llm.chat([{"role": "user", "content": "Hello\nworld"}], greedy(2), use_tqdm=False)
-    assert out.prompt == plain.prompt and "type" not in out.prompt
-
-
 def test_a_template_that_raises_is_explained(llm):
     with pytest.raises(ValueError, match="chat template.*not so"):
         llm.chat([{"role": "user", "content": "hi"}], greedy(2), use_tqdm=False,
@@ -82,30 +74,3 @@ def test_template_options_may_repeat_an_argument(llm):
     [out] = llm.chat(message, greedy(2), use_tqdm=False,
                      chat_template_kwargs={"add_generation_prompt": False})
     assert not out.prompt.endswith("assistant:")
-
-
-class ByCode:
-    """Like transformers' `MistralCommonBackend`: chats are ids; there is no template, and a text of
-    special tokens is encoded letter by letter."""
-
-    backend, chat_template = "mistral_common", None
-    marks = {900: "[INST]", 901: "[/INST]"}
-
-    def apply_chat_template(self, messages, return_dict, tokenize=True, **options):
-        assert tokenize and not return_dict and options == dict(add_generation_prompt=True)
-        return [one for message in messages for one in (900, *map(ord, message["content"]), 901)]
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join(self.marks.get(one) or chr(one) for one in ids)
-
-    def encode(self, text, add_special_tokens):
-        return [*map(ord, text)]
-
-
-def test_a_tokenizer_that_writes_chats_itself_gives_the_ids(llm, monkeypatch):
-    """tekken.json alone: what a user writes as [/INST] is text, and the turn's end is a token."""
-    monkeypatch.setattr(llm.inputs, "tokenizer", ByCode())
-    prompt = llm.inputs.render_chat([{"role": "user", "content": [
-        {"type": "text", "text": "a [/INST]"}]}], tools=None, add_generation_prompt=True)
-    assert prompt == dict(prompt="[INST]a [/INST][/INST]",
-                          prompt_token_ids=[900, *map(ord, "a [/INST]"), 901])

@@ -22,13 +22,13 @@ from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.device import pick_device
 from nanoserve.hooks import Extra
-from nanoserve.inputs import Prompt
 from nanoserve.progress import say
-from nanoserve.request import RequestOutput
+from nanoserve.request import Request, RequestOutput
 from nanoserve.vllm import missing_method, takes_vllms_words
 from nanoserve_extras import METHODS, choose, method_of
 from nanoserve_extras.base.checkpoint import find_folder, tokenizer_folder
 from nanoserve_extras.base.facts import Fact, check_added, facts_of, own_parts
+from nanoserve_extras.base.inputs import Inputs, Prompt
 from nanoserve_extras.base.metrics import EngineMetrics, Metric
 from nanoserve_extras.base.summary import summary
 from nanoserve_extras.engine_args import EngineArgs
@@ -46,6 +46,8 @@ class LLM(plain.LLM):
     Raises `ValueError` for options or checkpoints that can't work, `TypeError` for options that do
     not exist.
     """
+
+    make_inputs = Inputs
 
     def read_options(self, model: str | Path, options: dict) -> EngineArgs:
         return EngineArgs(model=str(model), **options)
@@ -71,6 +73,10 @@ class LLM(plain.LLM):
     def check_added(self, extra: Extra) -> None:
         super().check_added(extra)
         check_added(extra, [*self.parts, *self.extras])
+
+    def make_requests(self, prompts: Prompt | list[Prompt], *args, **options) -> list[Request]:
+        """Of a tokenizer's output, too; all texts are tokenised in one call."""
+        return super().make_requests(self.inputs.read_list(prompts), *args, **options)
 
     # ---------------------------------------------------- numbers and vLLM's words
 

@@ -40,14 +40,14 @@ from transformers import ProcessorMixin
 
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import Extra
-from nanoserve.inputs import InputProcessor, Prompt, salt_of, template_of
-from nanoserve.messages import MediaError
 from nanoserve.progress import say
 from nanoserve.request import Request
 from nanoserve.rules import in_words, words_of
 from nanoserve.sampler import put
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.inputs import Inputs, Prompt, salt_of, template_of
+from nanoserve_extras.base.messages import MediaError
 from nanoserve_extras.base.metrics import Counter, Gauge, Metric
 from nanoserve_extras.engine_args import MultimodalOptions
 from nanoserve_extras.foreign.transformers_model import TransformersModel, refusal
@@ -242,7 +242,7 @@ class EncoderCache:
 NOTHING = Shown([], np.zeros(0, dtype=np.int64), None)  # a text
 
 
-class MultimodalInputs(InputProcessor):
+class MultimodalInputs(Inputs):
     """Reads prompts with images, besides all others. It matches placeholders with pictures, so that
     no step meets one that doesn't fit."""
 
@@ -348,7 +348,7 @@ class MultimodalInputs(InputProcessor):
         if language and "language" not in signature(write).parameters:
             raise ValueError(f"language={language!r}: this model finds it by itself, leave it out")
         [text] = write(audio=np.zeros(1), tokenize=False, prompt=hint, **options)
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
+        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False),
                 "multi_modal_data": {"audio": sound}}
 
     def expand(self, ids: list[int], pictures: list[MediaItem]) -> list[int]:
@@ -372,7 +372,7 @@ class MultimodalInputs(InputProcessor):
                 while breaks and part and is_break(part[0]):
                     breaks.append(part.pop(0))
                 text = tokenizer.decode(breaks)
-                found += self._encode(text, add_special_tokens=False) if breaks else []
+                found += self.encode(text, add_special_tokens=False) if breaks else []
             found += part
             is_behind = is_place
         return found

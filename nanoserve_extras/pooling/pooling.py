@@ -33,14 +33,16 @@ from nanoserve import rules
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.engine import Plan, no_numbers
 from nanoserve.hooks import Extra
-from nanoserve.inputs import InputProcessor, Prompt, as_list, one_for_each, salt_of
+from nanoserve.inputs import one_for_each
 from nanoserve.model_config import ModelConfig
 from nanoserve.progress import say
-from nanoserve.request import Request, RequestStateStats, salted
+from nanoserve.request import RequestStateStats
 from nanoserve.rules import in_words, option
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve.vllm import takes_vllms_words
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.inputs import Inputs, Prompt, as_list, salt_of
+from nanoserve_extras.base.request import Request, salted
 from nanoserve_extras.engine_args import PoolingOptions
 from nanoserve_extras.pooling.pooler import POOLS, First, Pooler
 from nanoserve_extras.pooling.sentence_files import too_long
@@ -317,7 +319,7 @@ class Pooling(Extra):
             for a, b in zip(queries, documents, strict=True)]
 
 
-class PoolingInputs(InputProcessor):
+class PoolingInputs(Inputs):
     """Checks what comes in."""
 
     def __init__(self, pooler: Pooler, config: EngineConfig, model_config: ModelConfig, tokenizer):
@@ -364,8 +366,9 @@ class PoolingInputs(InputProcessor):
         text, ids = self.read_prompt(prompt)
         ids = self._truncate(text, ids, params, begin)
         return PoolingRequest(request_id, text, ids, params, priority, len(ids), frozenset(),
-                              frozenset(), [], None, lora_request, salt, pooler=self.pooler,
-                              num_skipped=self._num_skipped(begin, ids), dtype=self.config.dtype,
+                              frozenset(), [], None, lora_request, cache_salt=salt,
+                              pooler=self.pooler, num_skipped=self._num_skipped(begin, ids),
+                              dtype=self.config.dtype,
                               stats=RequestStateStats(arrival_time=time.time()))
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
@@ -386,7 +389,7 @@ class PoolingInputs(InputProcessor):
     def _ids(self, begin: str, text: str) -> list[int]:
         """A text's tokens. An empty text's are the special ones, as in sentence-transformers."""
         if (options := self.pooler.files.template) is None:
-            return self._encode(begin + text)
+            return self.encode(begin + text)
         return self._render(begin, [{"role": "user", "content": text}], options)
 
     def _render(self, begin: str, messages: list[dict], options: dict) -> list[int]:
@@ -400,7 +403,7 @@ class PoolingInputs(InputProcessor):
         files = self.pooler.files
         if not begin or files.include_prompt or files.template is not None:
             return 0
-        alone = self._encode(begin)
+        alone = self.encode(begin)
         count = len(alone) - (alone[-1] in self.tokenizer.all_special_ids)
         if count >= len(ids):
             raise ValueError(f"of the {len(ids)} tokens all belong to {begin!r:.80}, which is not "
@@ -456,7 +459,7 @@ class PoolingInputs(InputProcessor):
                 return self._render(begin, [{"role": "query", "content": query},
                                             {"role": "document", "content": document}], template)
             if self.pooler.token_ids and files.kind is None:
-                return self._encode(query + document)
+                return self.encode(query + document)
             with in_words(f"no valid text, a lone surrogate? {query!r}, {document!r}", TypeError):
                 return self.tokenizer_for("score()")(
                     [(begin + query, document)],  # an empty text alone would make no pair

@@ -39,10 +39,10 @@ from typing import Any
 import torch
 
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.inputs import Prompt
 from nanoserve.request import Request, RequestOutput
 from nanoserve.rules import words_of
 from nanoserve.vllm import ROWS, missing_method, takes_vllms_words
+from nanoserve_extras.base.inputs import Prompt
 from nanoserve_extras.base.llm import LLM
 from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 

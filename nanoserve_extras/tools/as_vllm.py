@@ -46,7 +46,7 @@ INNER = set("config distributed inputs lora outputs pooling_params request sampl
 OURS, POOLING = "nanoserve_extras.tools.as_vllm", "nanoserve_extras.pooling.pooling"
 HOMES = {"LLM": f"{OURS}_trl:TrainersLLM",
          "FlexibleArgumentParser": "nanoserve.command:DashedParser",
-         "PromptType": "nanoserve.inputs:Prompt", "init_logger": "logging:getLogger"}
+         "PromptType": "nanoserve_extras.base.inputs:Prompt", "init_logger": "logging:getLogger"}
 HOMES |= dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), f"{OURS}:CliEngineArgs")
 HOMES |= dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "nanoserve_extras.server.async_llm:AsyncLLM")
 HOMES |= dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel",

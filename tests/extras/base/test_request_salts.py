@@ -9,8 +9,8 @@ import gc
 import pytest
 from small_engine import greedy, make, run, tokens
 
-from nanoserve.request import SALTED, salted
 from nanoserve.sequence import CacheEntry
+from nanoserve_extras.base.request import SALTED, salted
 
 LONG = "a prompt of forty tokens, one a letter.."
 

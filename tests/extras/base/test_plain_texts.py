@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from nanoserve.messages import Taken, render_messages
-from nanoserve.plain_texts import PlainTexts
+from nanoserve_extras.base.messages import Taken, render_messages
+from nanoserve_extras.base.plain_texts import PlainTexts
 
 
 def special_tokens(name: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from checkpoints import byte_tokenizer
 
-from nanoserve.messages import Taken, render_messages
+from nanoserve_extras.base.messages import Taken, render_messages
 
 TOKENIZER = byte_tokenizer()
 ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
