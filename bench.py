@@ -19,7 +19,7 @@ import random
 import sys
 import time
 
-from nanoserve.command import command
+from nanoserve.__main__ import command
 
 
 def main() -> None:

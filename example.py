@@ -4,7 +4,7 @@ import argparse
 import re
 import time
 
-from nanoserve.command import command
+from nanoserve.__main__ import command
 
 PROMPTS = {  # each with the seed of a story that is pleasant to read
     "Once upon a time": 9,

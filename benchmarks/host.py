@@ -26,8 +26,8 @@ from collections.abc import Callable
 import torch
 
 from nanoserve import LLM
+from nanoserve.__main__ import command
 from nanoserve.batch import BatchBuilder
-from nanoserve.command import command
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.hooks import Extra
 from nanoserve.scheduler import Scheduler

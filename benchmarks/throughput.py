@@ -61,7 +61,7 @@ from benchmarks.peers import Peer, compare
 from benchmarks.roofline import Machine, Work
 from benchmarks.workloads import WORKLOADS, Request, wrapped
 from nanoserve import rules
-from nanoserve.command import command
+from nanoserve.__main__ import command
 from nanoserve.device import pick_device
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.loader import BUNDLED

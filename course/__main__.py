@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from course.scratch import ROOT, Task, make, tasks
-from nanoserve.command import command
+from nanoserve.__main__ import command
 
 STORY = """
 from nanoserve import LLM, SamplingParams

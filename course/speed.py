@@ -19,7 +19,7 @@ from benchmarks import roofline
 from benchmarks.meter import serve
 from benchmarks.workloads import Shape, generate
 from nanoserve import LLM
-from nanoserve.command import command
+from nanoserve.__main__ import command
 from nanoserve.llm import BUNDLED_MODEL
 
 PLAIN, INT8, NO_CACHE = {}, dict(quantization="int8"), dict(enable_prefix_caching=False)

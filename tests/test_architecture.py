@@ -20,7 +20,6 @@ READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "o
 MAY_IMPORT = {
     "rules": [],
     "vllm": [],
-    "command": [],
     "turns": [],
     "wrappings": [],
     "model_config": ["wrappings"],
@@ -84,7 +83,7 @@ IDEAS = {
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["wrappings", "model_config", "config", "sequence", "hooks", "block_manager",
-        "scheduler", "command", "defaults", "progress", "inputs", "rules",
+        "scheduler", "defaults", "progress", "inputs", "rules",
         "vllm", "turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["loader", "wrappings"],

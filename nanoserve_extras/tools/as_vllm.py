@@ -29,7 +29,7 @@ from uuid import uuid4
 from transformers import AutoTokenizer
 
 import nanoserve
-from nanoserve.command import command
+from nanoserve.__main__ import command
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
@@ -45,7 +45,7 @@ INNER = set("config distributed inputs lora outputs pooling_params request sampl
 # Names that are not in `nanoserve` itself, and where they are.
 OURS, POOLING = "nanoserve_extras.tools.as_vllm", "nanoserve_extras.pooling.pooling"
 HOMES = {"LLM": f"{OURS}_trl:TrainersLLM",
-         "FlexibleArgumentParser": "nanoserve.command:DashedParser",
+         "FlexibleArgumentParser": "nanoserve_extras.base.command:DashedParser",
          "PromptType": "nanoserve_extras.base.inputs:Prompt", "init_logger": "logging:getLogger"}
 HOMES |= dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), f"{OURS}:CliEngineArgs")
 HOMES |= dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "nanoserve_extras.server.async_llm:AsyncLLM")

@@ -9,29 +9,29 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.command import command
+from nanoserve.__main__ import command
 
 pytestmark = pytest.mark.floor
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 CATCHES = """
 import os, time
 try: os.kill(os.getpid(), 2); time.sleep(60)
 except BaseException: print("caught")
 """
 LOADING = """
-from nanoserve.command import command
+from nanoserve.__main__ import command
 with command():
     import catches
 """
 RUNNING = """
 import os, time
-from nanoserve.command import command
+from nanoserve.__main__ import command
 with command():
     os.kill(os.getpid(), 2); time.sleep(60)
 """
 BEHIND = """
 import sys
-from nanoserve.command import command
+from nanoserve.__main__ import command
 with command():
     print("the last words of a command that ends itself")
     sys.exit(3)
