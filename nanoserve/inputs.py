@@ -62,7 +62,7 @@ class InputProcessor:
             longest = min(longest, len(ids) + params.max_tokens)
         eos_ids = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
         return self.request_class(request_id, text, ids, params, priority, longest, eos_ids,
-                                  late_ids, bad_word_ids, self.tokenizer, lora_request)
+                                  late_ids, bad_word_ids, self.tokenizer, lora_request=lora_request)
 
     def check_envelope(self, request_id: str, priority: int) -> None:
         """Check what every kind of request has. (As in vLLM, a priority may be given to an engine

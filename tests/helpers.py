@@ -8,7 +8,6 @@ from pathlib import Path
 
 from nanoserve.config import SamplingParams
 from nanoserve.hooks import Extra
-from nanoserve.request import RequestStateStats
 from nanoserve.sequence import CoreRequest, Sequence
 
 OF_REQUESTS = {field.name for field in dataclasses.fields(CoreRequest)}
@@ -34,13 +33,6 @@ def write_json(path: Path, **changes) -> None:
     """Change entries of a JSON file, which may not be there yet; None removes one."""
     content = (json.loads(path.read_text()) if path.exists() else {}) | changes
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
-
-
-def stats(ttft, tokens, tpot=0.0, **counts) -> RequestStateStats:
-    """Of a request that has ended; times are in seconds."""
-    return RequestStateStats(
-        first_token_ts=1.0 if tokens else 0.0, first_token_latency=ttft,
-        last_token_ts=1.0 + tpot * (tokens - 1), num_generation_tokens=tokens, **counts)
 
 
 def storage(llm):

@@ -29,9 +29,9 @@ from itertools import accumulate
 from typing import Any
 
 from nanoserve.hooks import Extra
-from nanoserve.request import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
+from nanoserve_extras.base.request import RequestStateStats
 
 # Upper limits of the buckets: vLLM's (public documentation of vLLM V1's metrics).
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -1,11 +1,11 @@
-"""A request with what only extras and servers ask of it: a salt, and the template of its prompt.
+"""A request with what only extras and servers ask of it: times, a salt, its prompt's template.
 
 A salt keeps tenants apart: a prompt's blocks are found only by prompts with the same salt, so the
 time of an answer tells nobody what others have asked. Its blocks begin at a root of their own, as
 those of an adapter do.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from weakref import WeakValueDictionary
 
@@ -16,16 +16,55 @@ from nanoserve.sequence import CacheEntry, Sequence
 SALTED: WeakValueDictionary[tuple[CacheEntry | None, str], CacheEntry] = WeakValueDictionary()
 
 
+@dataclass
+class RequestStateStats:
+    """When things happened to a request, and how much of it there was: `RequestOutput.metrics`.
+
+    The names are vLLM V1's, of its class of this name; the last four are ours. `arrival_time` is
+    a wall clock's (`time.time`), the `_ts` are `time.monotonic`'s: 0.0 means "not yet". With n > 1
+    a time is the first sample's to get there (`last_token_ts`: the last's); counts are of all.
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0  # the request was checked
+    queued_ts: float = 0.0  # the scheduler got it
+    scheduled_ts: float = 0.0  # a step had its first tokens
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0  # seconds from arrival to the first token: TTFT
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_samples: int = 1
+
+    def snapshot(self, sequences: list[Sequence]) -> "RequestStateStats":
+        """As of now: a copy, because an output that was handed over changes no more."""
+        return replace(
+            self, num_prompt_tokens=sequences[0].num_prompt_tokens,
+            num_generation_tokens=sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences),
+            num_cached_tokens=sequences[0].num_cached_tokens or 0,
+            num_preemptions=sum(s.num_preemptions for s in sequences), num_samples=len(sequences))
+
+
 @dataclass(eq=False)
 class Request(plain.Request):
     """As the plain engine's."""
 
     cache_salt: str | None = None  # only requests with the same one find its blocks
     chat_template: str | None = None  # it wrote the prompt; None: the tokenizer's own, if any
+    stats: RequestStateStats = field(default_factory=RequestStateStats)
+
+    def __post_init__(self):
+        self.stats.arrival_time = self.arrival_time
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         self.root = salted(self.root, self.cache_salt)
         return super().start(arrival, engine_seed)
+
+    def output(self) -> plain.RequestOutput:
+        output = super().output()
+        output.metrics = self.stats.snapshot(self.sequences)
+        return output
 
 
 def salted(root: CacheEntry | None, salt: str | None) -> CacheEntry | None:

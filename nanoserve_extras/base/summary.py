@@ -13,7 +13,7 @@ What is summed up here was measured in metrics.py.
 
 from math import ceil
 
-from nanoserve.request import RequestStateStats
+from nanoserve_extras.base.request import RequestStateStats
 
 
 def summary(metrics: list[RequestStateStats], seconds: float) -> str:

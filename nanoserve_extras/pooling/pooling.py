@@ -20,7 +20,6 @@ the last never reads the prefix cache, which keeps no hidden states. A chunk cou
 Names are vLLM's (`PoolingParams`, `pooling_task`).
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +35,6 @@ from nanoserve.hooks import Extra
 from nanoserve.inputs import one_for_each
 from nanoserve.model_config import ModelConfig
 from nanoserve.progress import say
-from nanoserve.request import RequestStateStats
 from nanoserve.rules import in_words, option
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve.vllm import takes_vllms_words
@@ -141,7 +139,7 @@ class PoolingRequest(Request):
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         ids = self.prompt_token_ids
         core = CoreRequest(self.request_id, GREEDY, arrival, self.priority,
-                           self.stats.arrival_time, self.max_num_tokens,
+                           self.arrival_time, self.max_num_tokens,
                            adapter_id=self.adapter_id, root=salted(self.root, self.cache_salt))
         # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
         needed = {"LAST": 0, "CLS": self.num_skipped + 1}
@@ -366,10 +364,9 @@ class PoolingInputs(Inputs):
         text, ids = self.read_prompt(prompt)
         ids = self._truncate(text, ids, params, begin)
         return PoolingRequest(request_id, text, ids, params, priority, len(ids), frozenset(),
-                              frozenset(), [], None, lora_request, cache_salt=salt,
+                              frozenset(), [], None, lora_request=lora_request, cache_salt=salt,
                               pooler=self.pooler, num_skipped=self._num_skipped(begin, ids),
-                              dtype=self.config.dtype,
-                              stats=RequestStateStats(arrival_time=time.time()))
+                              dtype=self.config.dtype)
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
         """Not yet, where `process` may put another text around."""

@@ -40,10 +40,10 @@ from types import SimpleNamespace
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
-from nanoserve.request import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
 from nanoserve_extras.base.metrics import EngineMetrics
+from nanoserve_extras.base.request import RequestStateStats
 from nanoserve_extras.base.summary import duration, percentile, summary
 from nanoserve_extras.engine_args import TraceOptions
 from nanoserve_extras.trace.reasons import explain, lost_blocks

@@ -9,7 +9,6 @@ from helpers import sequence
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.hooks import Extra
-from nanoserve.request import RequestStateStats
 from nanoserve_extras.base.metrics import (
     STEP_TOKENS,
     Counter,
@@ -17,6 +16,7 @@ from nanoserve_extras.base.metrics import (
     Gauge,
     Histogram,
 )
+from nanoserve_extras.base.request import RequestStateStats
 
 GREEDY = dict(temperature=0, ignore_eos=True)
 

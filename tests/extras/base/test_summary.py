@@ -1,11 +1,18 @@
 """The line that sums up a run, worked out by hand."""
 
 import pytest
-from helpers import stats
 
+from nanoserve_extras.base.request import RequestStateStats
 from nanoserve_extras.base.summary import percentile, summary
 
 pytestmark = pytest.mark.floor
+
+
+def stats(ttft, tokens, tpot=0.0, **counts) -> RequestStateStats:
+    """Of a request that has ended; times are in seconds."""
+    return RequestStateStats(
+        first_token_ts=1.0 if tokens else 0.0, first_token_latency=ttft,
+        last_token_ts=1.0 + tpot * (tokens - 1), num_generation_tokens=tokens, **counts)
 
 
 def test_the_summary_by_hand():

@@ -7,12 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoserve.request import (
-    CompletionOutput,
-    Logprob,
-    RequestOutput,
-    RequestStateStats,
-)
+from nanoserve.request import CompletionOutput, Logprob, RequestOutput
+from nanoserve_extras.base.request import RequestStateStats
 from nanoserve_extras.server import translate
 from nanoserve_extras.server.answers import COMMENT, ChatAnswer, CompletionAnswer
 from nanoserve_extras.server.protocol import ChatBody, CompletionBody
