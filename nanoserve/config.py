@@ -25,7 +25,6 @@ from functools import partial
 
 from nanoserve import rules
 from nanoserve.rules import Options, choice, number, option
-from nanoserve.vllm import takes_vllms_words
 
 KERNELS = ("auto", "triton", "cpu", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
@@ -47,7 +46,6 @@ OUTPUT_KIND = rules.instance(RequestOutputKind, "a RequestOutputKind")
 # ------------------------------------------------------------------- options
 
 
-@takes_vllms_words("LLM()", "LLM")
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
     """What the user chose. Raises `ValueError` for what can't work, naming field and remedy."""
@@ -114,7 +112,6 @@ class EngineConfig(Options):
 control = partial(option, control=True)  # it changes logits unless it has its default: controls.py
 
 
-@takes_vllms_words("SamplingParams", "SamplingParams")
 @dataclass(kw_only=True)
 class SamplingParams:
     """How to turn logits into tokens and when to stop. Raises `ValueError` as `EngineConfig` does.
@@ -150,6 +147,7 @@ class SamplingParams:
     # So many tokens of a thought, and then its closing mark: extras.thinking. -1: no limit.
     thinking_token_budget: int | None = control(None, rules.COUNT_OR_ALL)
     structured_outputs: object = control(None, rules.ANYTHING)  # extras.structured's, or a dict
+    stack_level = 3  # from a warning to the line that made the object; no field
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -173,7 +171,7 @@ class SamplingParams:
                              "the text, leave detokenize=True or use stop_token_ids")
         if 0 < self.temperature < MIN_TEMPERATURE:
             warnings.warn(f"temperature={self.temperature} is raised to {MIN_TEMPERATURE}: smaller "
-                          "values overflow; use 0 for greedy", stacklevel=4)
+                          "values overflow; use 0 for greedy", stacklevel=self.stack_level)
             self.temperature = MIN_TEMPERATURE
         self.temperature = min(self.temperature, MAX_TEMPERATURE)
 

@@ -22,7 +22,8 @@ NAMES = dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput",
                        "ClassificationOutput", "ScoringOutput"), "pooling.pooling")
 NAMES |= {"PoolerConfig": "pooling.pooler", "StructuredOutputsParams": "structured.structured",
           "LoRARequest": "lora.lora", "AsyncLLM": "server.async_llm", "EngineArgs": "engine_args",
-          "LLM": "base.llm", "TextPrompt": "base.inputs", "TokensPrompt": "base.inputs"}
+          "LLM": "base.llm", "SamplingParams": "base.sampling_params",
+          "TextPrompt": "base.inputs", "TokensPrompt": "base.inputs"}
 
 # `nanoserve COMMAND`: the module with its `main`, its arguments, and what the list says of it.
 COMMANDS = {

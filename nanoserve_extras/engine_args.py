@@ -14,7 +14,7 @@ from typing import Any
 from nanoserve import rules
 from nanoserve.config import EngineConfig
 from nanoserve.rules import Options, Rule, choice, option
-from nanoserve.vllm import takes_vllms_words
+from nanoserve_extras.base.vllm import takes_vllms_words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,8 @@ from nanoserve.model import Decoder
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import HEAD, Ranks
-from nanoserve.vllm import takes_vllms_words
 from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.block_store.block_store import BlockStore
 
 CALL = -3  # in the place of a step's first length: one of the following comes next

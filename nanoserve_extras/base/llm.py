@@ -18,19 +18,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanoserve import llm as plain
-from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.device import pick_device
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.request import Request, RequestOutput
-from nanoserve.vllm import missing_method, takes_vllms_words
 from nanoserve_extras import METHODS, choose, method_of
 from nanoserve_extras.base.checkpoint import find_folder, tokenizer_folder
 from nanoserve_extras.base.facts import Fact, check_added, facts_of, own_parts
 from nanoserve_extras.base.inputs import Inputs, Prompt
 from nanoserve_extras.base.metrics import EngineMetrics, Metric
+from nanoserve_extras.base.sampling_params import SamplingParams
 from nanoserve_extras.base.summary import summary
+from nanoserve_extras.base.vllm import missing_method, takes_vllms_words
 from nanoserve_extras.engine_args import EngineArgs
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
@@ -128,7 +129,7 @@ class LLM(plain.LLM):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
-        return self.inputs.default_sampling_params()
+        return SamplingParams(**vars(self.inputs.default_sampling_params()))
 
     @property
     def llm_engine(self) -> "LLM":

@@ -34,7 +34,7 @@ from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
 from nanoserve.model_config import ModelConfig, read_json
 from nanoserve.rules import option
-from nanoserve.vllm import takes_vllms_words
+from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.engine_args import PoolingOptions
 from nanoserve_extras.pooling.sentence_files import (
     POOLING_TYPES,

@@ -37,10 +37,10 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.progress import say
 from nanoserve.rules import in_words, option
 from nanoserve.sequence import CoreRequest, Sequence
-from nanoserve.vllm import takes_vllms_words
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.inputs import Inputs, Prompt, as_list, salt_of
 from nanoserve_extras.base.request import Request, salted
+from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.engine_args import PoolingOptions
 from nanoserve_extras.pooling.pooler import POOLS, First, Pooler
 from nanoserve_extras.pooling.sentence_files import too_long

@@ -14,8 +14,8 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from nanoserve.vllm import nearest
 from nanoserve_extras.base.command import DashedParser
+from nanoserve_extras.base.vllm import nearest
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.server.vllm import ROWS
 

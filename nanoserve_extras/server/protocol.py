@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from nanoserve.config import RequestOutputKind, SamplingParams
-from nanoserve.vllm import nearest
+from nanoserve_extras.base.vllm import nearest
 from nanoserve_extras.server.errors import TOO_LONG, BadRequest
 from nanoserve_extras.server.vllm import ROWS
 

@@ -8,8 +8,8 @@ Invariant: nothing is accepted and ignored, as there. A field that could change 
 dropped only if its value asks for what happens anyway.
 """
 
-from nanoserve import vllm
-from nanoserve.vllm import Row, rows_of
+from nanoserve_extras.base import vllm
+from nanoserve_extras.base.vllm import Row, rows_of
 
 # takers: "serve" (vLLM's own options of its server), "body" (a request).
 TABLE = (

@@ -32,8 +32,8 @@ import nanoserve
 from nanoserve.__main__ import command
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.llm import BUNDLED_MODEL
-from nanoserve.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
 from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.server.arguments import add_engine_options, engine_options
 from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated

@@ -15,9 +15,8 @@ Invariant: nothing is accepted and ignored. A name that could change the text is
 value asks for what happens anyway: None, one of `Row.nothing`, or else False, 0 or an empty one.
 
 `LLM`, `SamplingParams` and the methods read this table; the server has one more for its clients.
-What our own names mean is said in config.py. This file imports nothing of nanoserve, so that
-config.py may use it. Not each of vLLM's names has a row: few of them are in anybody's script, and a
-row that nobody meets grows old.
+What our own names mean is said in config.py. Not each of vLLM's names has a row: few of them are in
+anybody's script, and a row that nobody meets grows old.
 """
 
 from collections.abc import Callable, Collection, Mapping

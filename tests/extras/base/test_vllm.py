@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from nanoserve import vllm
-from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve import SamplingParams
+from nanoserve_extras.base import vllm
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.server import vllm as server
 
@@ -75,8 +75,8 @@ def test_a_field_of_sampling_params_is_refused_as_well(given):
 
 
 @pytest.mark.parametrize(("call", "meant"), [
-    (lambda: EngineConfig(model="m", max_modle_len=1), "max_model_len"),
-    (lambda: EngineConfig(model="m", gpu_memory_utilisation=0.5), "gpu_memory_utilization"),
+    (lambda: EngineArgs(model="m", max_modle_len=1), "max_model_len"),
+    (lambda: EngineArgs(model="m", gpu_memory_utilisation=0.5), "gpu_memory_utilization"),
     (lambda: SamplingParams(temprature=0), "temperature"),
     (lambda: SamplingParams(max_new_tokens=3), "max_tokens")])
 def test_a_typing_error_names_the_nearest_word_and_no_list(call, meant):
@@ -98,7 +98,7 @@ def test_our_name_is_taken_only_where_it_is_one_of_the_calls():
 
 def test_one_thing_under_two_names_is_refused():
     with pytest.raises(TypeError, match="enable_expert_parallel .*expert_parallel"):
-        EngineConfig(model="m", expert_parallel=True, enable_expert_parallel=False)
+        EngineArgs(model="m", expert_parallel=True, enable_expert_parallel=False)
 
 
 def test_no_name_is_ours_and_refused_at_once():
@@ -135,6 +135,12 @@ def test_a_clone_shares_nothing():
     copy.logit_bias[6] = 2.0
     copy.bad_words.clear()
     assert (params.stop, params.logit_bias, params.bad_words) == (["a"], {5: 1.0}, ["b"])
+
+
+def test_a_warning_points_at_the_callers_line():
+    with pytest.warns(UserWarning, match=r"temperature=0.001 is raised") as caught:
+        SamplingParams(temperature=0.001)
+    assert caught[0].filename == __file__
 
 
 def test_help_shows_the_fields_and_not_the_wrapper():
