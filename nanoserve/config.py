@@ -54,7 +54,6 @@ class EngineConfig(Options):
     revision: str | None = option(None, rules.TEXT)  # a branch, a tag or a commit of a hub id
     tokenizer: str | None = option(None, rules.FOLDER)
     skip_tokenizer_init: bool = option(False, rules.FLAG)
-    split_special_tokens: bool = option(False, rules.FLAG)  # those in messages are plain text
     dtype: str = option("auto", rules.DTYPE)  # "auto": the checkpoint's own
     load_format: str = option("auto", rules.LOAD_FORMAT)  # "dummy": random weights, no files
     tensor_parallel_size: int = option(1, rules.COUNT)  # ranks that share the model

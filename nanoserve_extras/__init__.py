@@ -101,7 +101,8 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
                                             or args.layer_plan is not None),
         "new_weights.NewWeights": True,
         "multimodal.multimodal.Multimodal": args.limit_mm_per_prompt is not None,
-        "block_store.block_store.BlockStore": bool(args.kv_offload_bytes) or bool(args.kv_store)}
+        "block_store.block_store.BlockStore": bool(args.kv_offload_bytes) or bool(args.kv_store),
+        "base.plain_texts.SplitSpecialTokens": args.split_special_tokens}
     for kind in [find(path) for path, is_chosen in chosen.items() if is_chosen]:
         asked, mine = vars(args.part(kind.Options)), [x for x in given if isinstance(x, kind)]
         if not mine:

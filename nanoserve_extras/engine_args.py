@@ -135,10 +135,17 @@ class TraceOptions(Options):
         "Perfetto)", ".html", ".json"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlainTextOptions(Options):
+    """What special tokens in messages are. split_special_tokens: plain text, and no tokens."""
+
+    split_special_tokens: bool = option(False, rules.FLAG)
+
+
 # A record's fields come behind those of the records on its right: the engine's own are the first.
 @takes_vllms_words("LLM()", "LLM")
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs(TraceOptions, BlockStoreOptions, DraftOptions, MultimodalOptions, LayerPlanOptions,
-                 PoolingOptions, LoRAOptions, RecurrentOptions, QuantizationOptions, ForeignOptions,
-                 EngineConfig):
+class EngineArgs(PlainTextOptions, TraceOptions, BlockStoreOptions, DraftOptions, MultimodalOptions,
+                 LayerPlanOptions, PoolingOptions, LoRAOptions, RecurrentOptions,
+                 QuantizationOptions, ForeignOptions, EngineConfig):
     """Checked as its parts are: raises `ValueError`, naming the field and the remedy."""

@@ -82,7 +82,7 @@ def test_tokens_that_the_checkpoint_suppresses_never_come(qwen3, tmp_path, expec
 
 def test_an_engine_without_a_tokenizer(qwen3, expected):
     """Token ids in, token ids out; whatever needs text says why it can't be had."""
-    llm = make(qwen3, skip_tokenizer_init=True, split_special_tokens=True)  # there are no texts
+    llm = make(qwen3, skip_tokenizer_init=True)
     assert llm.get_tokenizer() is None
     [out] = run(llm, HELLO, greedy())
     assert (out.outputs[0].text, out.outputs[0].token_ids) == ("", expected("Hello"))

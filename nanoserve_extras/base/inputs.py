@@ -64,16 +64,20 @@ class TokensPrompt(TypedDict):
 
 
 class Inputs(InputProcessor):
-    """As `InputProcessor`. split_special_tokens: those in messages are plain text."""
+    """As `InputProcessor`, for more kinds of prompts and messages."""
 
     request_class = Request
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig,
                  tokenizer: Tokenizer | None):
         super().__init__(config, model_config, tokenizer)
-        is_asked = config.split_special_tokens and tokenizer is not None
-        self.plain = PlainTexts(tokenizer) if is_asked and not renders_by_code(tokenizer) else None
+        self.plain: PlainTexts | None = None  # by default a special token in a message is one
         say(*self.not_applied())
+
+    def split_special_tokens(self) -> None:
+        """From here on those in messages are plain text. Raises `ValueError`."""
+        if self.tokenizer is not None and not renders_by_code(self.tokenizer):
+            self.plain = PlainTexts(self.tokenizer)
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
                 priority: int = 0, lora_request: object = None) -> Request:

@@ -20,13 +20,33 @@ Known limit: other tokens that the tokenizer doesn't call special, `<think>` in 
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from secrets import randbits
 from typing import Any
 
 from nanoserve.detokenizer import Tokenizer
+from nanoserve.hooks import Extra
+from nanoserve_extras.engine_args import PlainTextOptions
 
 # DeepSeek's tokenizers don't call <｜User｜> special; Gemma 4 has <|turn> and <turn|>.
 MARK_OF_TURN = r"<[|｜].+>|<.+[|｜]>"
+
+
+class SplitSpecialTokens(Extra):
+    """What `LLM(split_special_tokens=True)` adds. Prepared last, as others make the inputs."""
+
+    Options = PlainTextOptions
+    name = "split_special_tokens=True"
+
+    def prepare(self, plan: Any) -> Any:
+        return replace(plan, make_inputs=partial(make_with_plain_texts, plan.make_inputs))
+
+
+def make_with_plain_texts(make_inputs: Callable, *args) -> Any:
+    inputs = make_inputs(*args)
+    inputs.split_special_tokens()
+    return inputs
 
 
 class Rendered(str):

@@ -191,7 +191,7 @@ class Server:
     def _read(self, prompt: Any, body: GenerationBody | TokenizeBody) -> tuple:
         """A prompt's text, if it has one, and its token ids. Raises `ValueError`."""
         text, ids = self.llm.inputs.read_prompt(prompt)
-        is_plain = isinstance(prompt, dict) and self.llm.config.split_special_tokens
+        is_plain = isinstance(prompt, dict) and self.llm.inputs.plain
         if is_plain and body.add_special_tokens:
             raise BadRequest("add_special_tokens: with --split-special-tokens the template alone "
                              "writes special tokens: leave it out", "add_special_tokens")

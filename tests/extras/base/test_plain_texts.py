@@ -6,6 +6,7 @@ Oracles: what decoding gives back, and for vocabularies of bytes transformers' o
 
 import pytest
 from real_tokenizers import BYTE_LEVEL, TOKENIZERS, decode, encode, every_tokenizer
+from small_engine import make
 from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
@@ -102,3 +103,8 @@ def test_a_tokenizer_that_cannot_be_copied_is_refused():
     for one in (object(), byte_tokenizer(["\x01"], [])):  # a character can't be broken
         with pytest.raises(ValueError, match="split_special_tokens=True: .*leave it out"):
             PlainTexts(one)
+
+
+def test_an_engine_without_a_tokenizer_has_no_texts_to_split(qwen3):
+    with make(qwen3, skip_tokenizer_init=True, split_special_tokens=True) as llm:
+        assert llm.inputs.plain is None
