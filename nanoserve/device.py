@@ -201,9 +201,6 @@ def describe(config: EngineConfig, runner: Any, num_blocks: int, network: str = 
     ranks = f" on {runner.ranks.size} ranks" if runner.ranks.size > 1 else ""
     graphs = f"graphs up to {c.max_num_seqs}" if runner.graphs else "no graphs"
     pools = f", {runner.pooler}" if runner.pooler else ""
-    text = ", text only" if runner.model_config.has_towers else ""
-    if text and runner.model.left_out:
-        text += f", {runner.model.left_out / 1e9:.2g} GB of towers left out"
     reserved = " reserved, used as it fills" if c.kernels == "cpu" else ""
     stored = "" if c.kv_cache_dtype == "auto" else f" in {c.kv_cache_dtype}"
     if runner.unrounded:
@@ -212,7 +209,7 @@ def describe(config: EngineConfig, runner: Any, num_blocks: int, network: str = 
     dtype = ", ".join([c.dtype, *notes])
     architecture = runner.model_config.architecture
     return (f"{Path(c.model).name}: {architecture} by {network}, {device}, {dtype}{ranks}, "
-            f"{c.kernels} attention, {graphs}{pools}{text} | "
+            f"{c.kernels} attention, {graphs}{pools} | "
             f"KV cache {num_blocks:,} blocks of {c.block_size} = "
             f"{num_blocks * c.block_size:,} tokens, "
             f"{num_blocks * runner.block_bytes / 2 ** 20:,.0f} MB{stored}{reserved} | "

@@ -6,16 +6,14 @@ keeps them and works offline.
 
 A checkpoint is one `model.safetensors`, or several shards with an index that says which tensor lies
 in which file. A file is mapped, so loading needs the model's size and one tensor, never two models;
-with tensor parallelism each rank copies from each tensor the share that is its own. Older
-checkpoints have `pytorch_model.bin`, a pickle: torch runs the part of that language that makes
-tensors and refuses everything else, so that no file can execute anything here.
+with tensor parallelism each rank copies from each tensor the share that is its own.
 
 A layer says itself which tensors fill it: `tensors(path)` yields their names, each with a function
 that copies what belongs there (layers.py). Names are those that most checkpoints use; the dialects
 of the others are translated here:
 
     model.layers.0.self_attn.k_proj.weight         layers.0.self_attn.k_proj.weight
-    language_model.model.layers.0...               layers.0...       (wrappings, see wrappings.py)
+    model.language_model.layers.0...               layers.0...         (text beside towers)
     ...block_sparse_moe.experts.3.w1.weight        ...mlp.experts.3.gate_proj.weight     (Mixtral)
     ...mlp.experts.down_proj                       ...mlp.experts.3.down_proj.weight     (in memory)
 
@@ -24,9 +22,7 @@ place that gets no tensor, and a tensor that comes twice are errors with names. 
 this check answer with random text when a glob finds nothing (nano-vllm #97).
 """
 
-import pickle
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -36,9 +32,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
-from nanoserve.model_config import ModelConfig, inside, read_json
-from nanoserve.wrappings import check_names, is_text
+from nanoserve.model_config import read_json
 
+BUNDLED = Path(__file__).parent / "assets"
+HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # always fetched
+READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
+HUB_CODE = ["*.py", "*.tiktoken"]  # for `trust_remote_code`: code, and its vocabularies
+SECOND_COPIES = ["consolidated*", "original/*"]  # Mistral's and Meta's own files, the same weights
 # How other files spell the names that layers know: applied in this order.
 DIALECTS = [(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", ""),
             (r"\.block_sparse_moe\.", ".mlp."),
@@ -47,21 +47,11 @@ DIALECTS = [(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", ""),
             (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj.")]
 # A layer's experts as transformers 5 has them in memory, and a trainer sends them: two tensors.
 JOINED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
-# By load_format: the names without and with an ending for shards, the preferred format first.
-FORMATS = {"safetensors": [("model.safetensors", "*.safetensors")],
-           "pt": [("pytorch_model.bin", "pytorch_model*.bin")]}
-FORMATS["auto"] = FORMATS["safetensors"] + FORMATS["pt"]
-# Buffers that older files carry, see `follows`.
-ROPE_TABLES = re.compile(r"(rotary\w*|rope)\.(\w*inv_freq|freqs|(cos|sin)\w*)$|\bfreqs_cis$")
-MASKS = re.compile(r"(attn|attention)\.(bias|mask|causal_mask)$")
-DRAFT_LAYERS = "mtp_layers."  # MiMo's layers for drafts, which no token needs
+ROPE_TABLE = "rotary_emb.inv_freq"  # a buffer in older files, which follows from config.json
 DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
-SECOND_COPIES = ["consolidated*", "original/*"]  # Mistral's and Meta's own files, the same weights
-HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # always fetched
-READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
-BUNDLED = Path(__file__).parent / "assets"
-HUB_CODE = ["*.py", "*.tiktoken"]  # for `trust_remote_code`: code, and its vocabularies
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with its file and name
+
+# ---------------------------------------------------------------- which folder
 
 
 def find_model(model: str | Path, option: str = "model", weights: bool = True,
@@ -121,53 +111,108 @@ def check_fetched(folder: Path, weights: bool) -> None:
             raise ValueError(f"{file} is a pointer to a file that is not here: run git lfs pull")
 
 
-def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
-                 show_progress: bool = True, unused: tuple[str, ...] = (),
-                 load_format: str = "auto",
-                 assemble: Callable[[Tensors, dict], Tensors] | None = None,
-                 tensors: Tensors | None = None) -> int:
-    """Fill `model` from the files in `folder`. unused: beginnings of the names of tensors that are
-    skipped. load_format: see FORMATS. assemble: makes weights of a quantised checkpoint's tensors.
-    tensors: in the place of those in the files. Returns the bytes of a wrapping's towers, which are
-    passed over.
+# ------------------------------------------------------------ files to tensors
+
+
+def find_weights(model: nn.Module, folder: Path, load_format: str = "auto",
+                 given: Tensors | None = None) -> Tensors:
+    """The tensors that fill a network: those that are given, or those in its folder."""
+    if given is not None:
+        return given
+    if load_format == "pt":
+        raise ValueError("load_format='pt': nanoserve_extras, which reads pickled weights, is not "
+                         "there")
+    return stored_tensors(folder, show_progress=model.ranks.rank == 0)
+
+
+def stored_tensors(folder: Path, show_progress: bool = False) -> Tensors:
+    """All tensors of a checkpoint with their files, one in memory at a time.
+
+    The file is mapped, not read: a tensor's pages come from the disk when it is copied into its
+    place, and the system may drop them again at once. Raises `ValueError` naming the file.
+    """
+    files = weight_files(folder, "model.safetensors", "*.safetensors")
+    if not files:
+        raise ValueError(f"{folder} holds no *.safetensors file: check the path, or convert the "
+                         "checkpoint (load_format='dummy' runs on random weights)")
+    return read_files(files, read_safetensors, show_progress)
+
+
+def weight_files(folder: Path, single: str, pattern: str) -> list[Path]:
+    """The files named by an index, or else the one file, or else every file of the pattern.
+
+    In this order, because some folders hold the same weights twice, in another format's shards.
+    """
+    if (index := folder / f"{single}.index.json").exists():
+        return files_of(index)
+    if (folder / single).exists():
+        return [folder / single]
+    return sorted(folder.glob(pattern))
+
+
+def files_of(index: Path) -> list[Path]:
+    """The files that an index names; they must be there, in its folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not weight_map or not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no readable weight_map, got {weight_map!r:.80}")
+    files = [inside(index.parent, str(name)) for name in sorted({*map(str, weight_map.values())})]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{index} names a file that does not exist: {file.name}")
+    return files
+
+
+def inside(folder: Path, name: str) -> Path:
+    """What a file of the folder names. Raises `ValueError` unless its path stays in the folder. A
+    link there may lead out: the hub's cache is made of links."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{folder}: {str(name)!r} is named by one of its files and lies outside "
+                         "of it: only files in the folder are read")
+    return folder / name
+
+
+def read_files(files: list[Path], read: Callable[[Path], Iterable[tuple[str, torch.Tensor]]],
+               show_progress: bool) -> Tensors:
+    """read: gives the tensors of a file, with their names."""
+    # disable=None: tqdm shows the bar on a terminal only.
+    hide = True if len(files) == 1 or not show_progress else None
+    for file in tqdm(files, desc="Loading weights", unit="file", disable=hide, leave=False):
+        try:
+            for name, tensor in read(file):
+                yield file, name, tensor
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} can't be read, truncated or damaged: {error}") from error
+
+
+def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():
+            yield name, opened.get_tensor(name)
+
+
+# ------------------------------------------------------- tensors to parameters
+
+
+def load_weights(model: nn.Module, tensors: Tensors, source: Path) -> None:
+    """Fill a `Decoder`, or what has its `config` and `unused`. source: where the tensors are from.
 
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
-    if tensors is None:
-        check_names(folder, config.architecture, config.has_towers)
-        tensors = stored_tensors(folder, load_format, show_progress)
-    left_out = [0]
-    if config.has_towers:
-        tensors = text_alone(tensors, left_out)
-    if config.quantization is not None:
-        if assemble is None:
-            raise ValueError(f"{folder}: the checkpoint is quantised: set quantization="
-                             "'dequantize', or use the unquantised one")
-        tensors = assemble(tensors, config.quantization)
     places, tied_head = Places(model), None
     for file, name, tensor in apart(tensors):
         known = translated(name)
-        if known.startswith((*unused, DRAFT_LAYERS)):
+        if known.startswith(model.unused) or known.endswith(ROPE_TABLE) and tensor.dim() == 1:
             continue
-        if known == "lm_head.weight" and config.tie_word_embeddings:
+        if known == "lm_head.weight" and model.config.tie_word_embeddings:
             tied_head = file, tensor  # compared last: by then the embedding has come
-        elif known in places.missing:
-            try:
-                places.fill(known, tensor)
-            except ValueError as error:
-                raise ValueError(f"{file}: the tensor {name} can't fill its place in the network "
-                                 f"of config.json: {error}") from None
-            places.finish_block_of(known)
-        elif known in places.expected or not needs_no_place(name, tensor, config):
-            raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
-                             "with this config.json, or comes twice")
+        else:
+            places.fill(file, name, tensor)
     if tied_head is not None and "embed_tokens.weight" in places.missing:
-        places.fill("embed_tokens.weight", tied_head[1])  # safetensors' `save_model` kept this one
-    places.check_all_filled(folder)
+        places.fill(tied_head[0], "embed_tokens.weight", tied_head[1])  # stored by this name alone
+    places.check_all_filled(source)
     if tied_head is not None:
-        _check_tied(model, *tied_head)
+        check_tied(model, *tied_head)
     finish(module for path, module in model.named_modules() if not block_of(path))
-    return sum(left_out)
 
 
 class Places:
@@ -181,27 +226,40 @@ class Places:
     def __init__(self, model: nn.Module):
         self.model = model
         self.missing = expected_tensors(model)
-        self.expected = frozenset(self.missing)
         self.num_left = Counter(map(block_of, self.missing))  # of each block
 
-    def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to its place."""
-        self.missing.pop(name)(tensor)
-
-    def finish_block_of(self, name: str) -> None:
-        """A block whose last tensor this was packs its weights."""
-        block = block_of(name)
+    def fill(self, file: Path, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor to its place. A block whose last tensor this was packs its weights."""
+        known = translated(name)
+        if known not in self.missing:
+            raise ValueError(f"{file}: the tensor {name} has no place in "
+                             f"{self.model.config.architecture} with this config.json, or comes "
+                             "twice")
+        try:
+            self.missing.pop(known)(tensor)
+        except ValueError as error:
+            raise ValueError(f"{file}: the tensor {name} can't fill its place in the network "
+                             f"of config.json: {error}") from None
+        block = block_of(known)
         self.num_left[block] -= 1
         if block and not self.num_left[block]:
             finish(self.model.get_submodule(block).modules())
 
-    def check_all_filled(self, folder: Path) -> None:
-        if not self.missing:
-            return
-        names = sorted(name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
-                       for name in self.missing)
-        raise ValueError(f"{folder}: {len(names)} tensors are missing from the checkpoint: "
-                         f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
+    def check_all_filled(self, source: Path) -> None:
+        if self.missing:
+            names = sorted(name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
+                           for name in self.missing)
+            raise ValueError(f"{source}: {len(names)} tensors are missing from the checkpoint: "
+                             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
+
+
+def expected_tensors(model: nn.Module) -> dict[str, Callable[[torch.Tensor], None]]:
+    """Every checkpoint tensor that the model needs, with the function that takes it."""
+    found: dict[str, Callable[[torch.Tensor], None]] = {}
+    for path, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            found.update(module.tensors(path))
+    return found
 
 
 def block_of(name: str) -> str:
@@ -217,14 +275,11 @@ def finish(modules: Iterable[nn.Module]) -> None:
             module.process_weights_after_loading()
 
 
-def text_alone(tensors: Tensors, left_out: list[int]) -> Tensors:
-    """Without the tensors of a wrapping's towers, whose sizes are noted. Nothing of them is read:
-    a file is mapped."""
-    for file, name, tensor in tensors:
-        if is_text(name):
-            yield file, name, tensor
-        else:
-            left_out.append(tensor.nbytes)
+def translated(name: str) -> str:
+    """A checkpoint's name for a tensor, in the layers' words."""
+    for pattern, replacement in DIALECTS:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def apart(tensors: Tensors) -> Tensors:
@@ -239,49 +294,7 @@ def apart(tensors: Tensors) -> Tensors:
                 yield file, f"{joined[1]}.{i}.{matrix}_proj.weight", rows
 
 
-def expected_tensors(model: nn.Module) -> dict[str, Callable[[torch.Tensor], None]]:
-    """Every checkpoint tensor that the model needs, with the function that takes it."""
-    found: dict[str, Callable[[torch.Tensor], None]] = {}
-    for path, module in model.named_modules():
-        weights = [name for name, _ in module.named_parameters(recurse=False)]
-        assert not weights or hasattr(module, "tensors"), f"nobody would fill {path}.{weights[0]}"
-        for name, fill in module.tensors(path) if weights else ():
-            assert name not in found, f"two layers want {name}"
-            found[name] = fill
-    return found
-
-
-def translated(name: str) -> str:
-    """A checkpoint's name for a tensor, in the layers' words."""
-    for pattern, replacement in DIALECTS:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def needs_no_place(name: str, tensor: torch.Tensor, config: ModelConfig) -> bool:
-    """Whether a tensor that no layer takes may be passed over."""
-    return follows(name, tensor) or bool(config.quantization) and adds_nothing(name, tensor)
-
-
-def follows(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor that no layer takes follows from config.json: a table of RoPE, a causal mask
-    or positions, which older code kept as buffers. Known by its name and its shape: a weight of
-    the same name (`attn.bias`) has another."""
-    if ROPE_TABLES.search(name):
-        return sum(size > 1 for size in tensor.shape) <= 2
-    if name.endswith("position_ids"):
-        return not tensor.is_floating_point()
-    if name.endswith(".masked_bias"):
-        return tensor.shape[:2] in ((), (1,), (1, 1))
-    return bool(MASKS.search(name)) and tensor.dim() == 4 and tensor.shape[:2] == (1, 1)
-
-
-def adds_nothing(name: str, tensor: torch.Tensor) -> bool:
-    """AutoGPTQ wrote a bias of zeros beside each matrix, also where the model has none."""
-    return name.endswith(".bias") and tensor.is_floating_point() and not tensor.float().any()
-
-
-def _check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
+def check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
     """A stored head that equals the embedding is ignored. One that differs was trained on its own,
     although config.json says that it's tied: without it the text is fluent but wrong."""
     embedding = model.get_submodule("embed_tokens")
@@ -290,6 +303,9 @@ def _check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
             not share.is_meta and not torch.equal(share, embedding.weight)):
         raise ValueError(f"{file}: lm_head.weight is not the embedding, although config.json says "
                          "tie_word_embeddings: set that to false, hf_overrides will do")
+
+
+# ---------------------------------------------------------------- made up
 
 
 @torch.no_grad()
@@ -308,93 +324,14 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
             if hasattr(module, "neutral"):  # a norm
                 parameter.fill_(module.neutral)
             else:
-                generator = torch.Generator(parameter.device).manual_seed(seed)
-                deviation = max(parameter.shape[-1], 1) ** -0.5  # a share may be empty
-                numbers = parameter.new_empty(min(parameter.numel(), DUMMY_NUMBERS)).normal_(
-                    0, deviation, generator=generator)
-                for part in parameter.view(-1).split(DUMMY_NUMBERS):
-                    part.copy_(numbers[:len(part)])
-        if hasattr(module, "process_weights_after_loading"):
-            module.process_weights_after_loading()
+                fill_at_random(parameter, seed)
+        finish([module])
 
 
-def stored_tensors(folder: Path, load_format: str = "auto",
-                   show_progress: bool = False) -> Tensors:
-    """All tensors of a checkpoint with their files, one in memory at a time.
-
-    The file is mapped, not read: a tensor's pages come from the disk when it is copied into its
-    place, and the system may drop them again at once. Raises `ValueError` naming the file.
-    """
-    files = _weight_files(folder, load_format)
-    # disable=None: tqdm shows the bar on a terminal only.
-    hide = True if len(files) == 1 or not show_progress else None
-    for file in tqdm(files, desc="Loading weights", unit="file", disable=hide, leave=False):
-        read = _read_pickle if file.suffix == ".bin" else _read_safetensors
-        try:
-            for name, tensor in read(file):
-                yield file, name, tensor
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} can't be read, truncated or damaged: {error}") from error
-
-
-def _read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():
-            yield name, opened.get_tensor(name)
-
-
-def _read_pickle(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """torch writes a zip archive since 2020, which can be mapped. An older file is read as a whole.
-
-    Two names may stand for the same memory (a head that is the embedding); each is yielded.
-    """
-    try:
-        tensors = torch.load(file, "cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
-    except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        if wanted is None:
-            raise OSError("it is no pickle of torch's") from error
-        raise ValueError(f"{file} asks for {wanted[1]}, which is no tensor and could execute "
-                         "anything: get the checkpoint as safetensors, or convert the file where "
-                         "you trust it") from error
-    except Exception as error:  # torch's and Python's words for half a file, a dozen of them
-        raise OSError((str(error) or "it ends too early").partition("\n")[0]) from error
-    wrong = tensors if not isinstance(tensors, dict) else next(
-        ((name, value) for name, value in tensors.items()
-         if not isinstance(name, str) or not isinstance(value, torch.Tensor)), None)
-    if wrong is not None:
-        raise ValueError(f"{file} must hold a dict of tensors, got {wrong!r:.80}: this is another "
-                         "program's format")
-    yield from tensors.items()
-
-
-def _weight_files(folder: Path, load_format: str) -> list[Path]:
-    """The files named by an index, or else the one file, or else every file of the format.
-
-    In this order, because some folders hold the same weights twice, in another format's shards.
-    """
-    for single, pattern in FORMATS[load_format]:
-        if (index := folder / f"{single}.index.json").exists():
-            return _files_of(index)
-        if (folder / single).exists():
-            return [folder / single]
-        if files := sorted(folder.glob(pattern)):
-            return files
-    patterns = " or ".join(pattern for _, pattern in FORMATS[load_format])
-    raise ValueError(f"{folder} holds no {patterns} file: check the path, or convert the "
-                     "checkpoint (a GGUF file is named itself; load_format='dummy' runs on "
-                     "random weights)")
-
-
-def _files_of(index: Path) -> list[Path]:
-    """The files that an index names; they must be there, in its folder."""
-    try:
-        names = sorted({Path(name) for name in read_json(index)["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} has no readable weight_map: {error!r}") from None
-    files = [inside(index.parent, name) for name in names]
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise ValueError(f"{index.parent}: {index.name} names files that do not exist: "
-                         f"{', '.join(absent)}")
-    return files
+def fill_at_random(parameter: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator(parameter.device).manual_seed(seed)
+    deviation = max(parameter.shape[-1], 1) ** -0.5  # a share may be empty
+    numbers = parameter.new_empty(min(parameter.numel(), DUMMY_NUMBERS)).normal_(
+        0, deviation, generator=generator)
+    for part in parameter.view(-1).split(DUMMY_NUMBERS):
+        part.copy_(numbers[:len(part)])

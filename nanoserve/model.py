@@ -43,15 +43,15 @@ class Decoder(nn.Module):
     """
 
     recorder = Recorder  # records its steps as CUDA graphs
+    # Beginnings of the names of tensors that nothing here needs: MiMo's layers for drafts.
+    unused: tuple[str, ...] = ("mtp_layers.",)
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False,
                  here: range | None = None):
         super().__init__()
         everything = range(config.num_hidden_layers)
         self.here = everything if here is None else here
-        self.elsewhere = tuple(f"layers.{i}." for i in everything if i not in self.here)
         self.config, self.on, self.ranks = config, on, on.ranks  # the first: a `ModelConfig`
-        self.left_out = 0  # bytes of a wrapping's towers, which were passed over
         self.most_rows = 2 ** 31  # sequences whose states it can keep: there is no limit
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)  # one a layer

@@ -36,7 +36,7 @@ from nanoserve.controls import Constraints
 from nanoserve.device import load_backend
 from nanoserve.graphs import CudaGraph, DecodeGraphs
 from nanoserve.layers import Placement
-from nanoserve.loader import Tensors, load_dummy_weights, load_weights
+from nanoserve.loader import Tensors, find_weights, load_dummy_weights, load_weights
 from nanoserve.memory import (
     count_kv_blocks,
     current,
@@ -64,6 +64,7 @@ class RankParts:
     sections: dict[str, bool] = field(default_factory=dict)
     traced: bool = False  # ranks tell when they computed
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
+    weights: Callable[..., Tensors] = find_weights  # those that fill a `Decoder`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
     make_network: Callable[..., nn.Module] | None = None  # (placement, tensors): not a `Decoder`
     make_draft: Callable[["ModelRunner"], nn.Module] | None = None  # network 1, which drafts
@@ -159,16 +160,13 @@ class ModelRunner:
              tensors: Tensors | None = None) -> Decoder:
         """This rank's share of a network, which is a `Decoder`."""
         model = self.parts.decoder(model_config, self.placement, self.config.expert_parallel)
-        unused = model.elsewhere
         if self.pooler is not None:
             self.pooler.replace_head(model, self.placement)
-            unused += self.pooler.unused
         if self.config.load_format == "dummy" and tensors is None:
             load_dummy_weights(model, self.config.seed)
         else:
-            model.left_out = load_weights(
-                model, model_config, folder, self.ranks.rank == 0, unused,
-                self.config.load_format, self.placement.assemble, tensors)
+            load_weights(model, self.parts.weights(model, folder, self.config.load_format, tensors),
+                         folder)
         return model
 
     # ---------------------------------------------------------------- memory

@@ -22,7 +22,8 @@ NAMES = dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput",
                        "ClassificationOutput", "ScoringOutput"), "pooling.pooling")
 NAMES |= {"PoolerConfig": "pooling.pooler", "StructuredOutputsParams": "structured.structured",
           "LoRARequest": "lora.lora", "AsyncLLM": "server.async_llm", "EngineArgs": "engine_args",
-          "LLM": "base.llm", "SamplingParams": "base.sampling_params",
+          "LLM": "base.llm", "ModelConfig": "base.config_files",
+          "SamplingParams": "base.sampling_params",
           "TextPrompt": "base.inputs", "TokensPrompt": "base.inputs"}
 
 # `nanoserve COMMAND`: the module with its `main`, its arguments, and what the list says of it.
@@ -88,6 +89,7 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
     if isinstance(args.layer_plan, list) and args.pipeline_parallel_size == 1:
         args = replace(args, pipeline_parallel_size=len(args.layer_plan))
     chosen = {
+        "base.weight_files.WeightFiles": True,
         "drafts.speculative.Speculation": args.speculative_config is not None,
         "recurrent.recurrent.Recurrent": model_config.keeps_states,
         "quantization.quantization.Quantization": (args.quantization is not None
@@ -120,7 +122,7 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
 
 def read_model(args: Any, folder: Any) -> tuple[Any, Any, list]:
     """The options, the checkpoint's config, and the extra that makes its network, if one does."""
-    from nanoserve.model_config import ModelConfig
+    from nanoserve_extras.base.config_files import ModelConfig
 
     known = args.model_impl == "nanoserve" or ModelConfig.is_known(folder, args.hf_overrides)
     if known and args.model_impl != "transformers" and not args.limit_mm_per_prompt:

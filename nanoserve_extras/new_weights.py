@@ -39,13 +39,14 @@ from safetensors.torch import load, save
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
-from nanoserve.loader import Tensors, load_weights, stored_tensors
+from nanoserve.loader import Tensors, load_weights
 from nanoserve.model import Decoder
-from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import HEAD, Ranks
 from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.vllm import takes_vllms_words
+from nanoserve_extras.base.weight_files import stored_tensors
 from nanoserve_extras.block_store.block_store import BlockStore
 
 CALL = -3  # in the place of a step's first length: one of the following comes next
@@ -174,14 +175,13 @@ def try_names(runner: ModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) 
             (GIVEN, name, torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
             for name, tensor in checked(tensors)))
         return
-    on = Placement(runner.dtype, torch.device("meta"))
+    on = Placement(runner.dtype, torch.device("meta"), assemble=runner.placement.assemble)
     model = Decoder(config, on)
     pooler = copy(runner.pooler)
     if pooler is not None:
         pooler.replace_head(model, on)
     named = ((GIVEN, name, tensor) for name, tensor in checked(tensors))
-    load_weights(model, config, GIVEN, unused=pooler.unused if pooler is not None else (),
-                 assemble=runner.placement.assemble, tensors=named)
+    load_weights(model, runner.parts.weights(model, GIVEN, given=named), GIVEN)
 
 
 def checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,10 +13,10 @@ EMPTY = dict(vocab_size=260, hidden_size=256, intermediate_size=96, num_hidden_l
              num_attention_heads=32)
 
 
-def read(family: str, **entries) -> ModelConfig:
-    """A config.json of that family with nothing in it but the sizes that have no default."""
-    return ModelConfig.from_dict(
-        dict(architectures=[f"{family}ForCausalLM"]) | EMPTY | entries)
+def read(family: str, kind: type = ModelConfig, **entries) -> ModelConfig:
+    """A config.json of that family with nothing in it but the sizes that have no default. kind:
+    what reads it."""
+    return kind.from_dict(dict(architectures=[f"{family}ForCausalLM"]) | EMPTY | entries)
 
 
 def small_llama(**fields) -> ModelConfig:

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 from functools import wraps
@@ -280,3 +281,20 @@ def hub(monkeypatch):
                 asked.append((repo_id, revision, allow_patterns)) or str(folder)))
         return asked
     return fill
+
+
+@pytest.fixture
+def copy_of(checkpoints, tmp_path):
+    """A copy of a checkpoint to break; `change` maps its tensors to what is stored instead."""
+    from loading import stored_tensors
+    from safetensors.torch import save_file
+
+    def copy(name: str, change=None) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(checkpoints[name], folder)
+        if change is not None:
+            tensors = change(stored_tensors(folder))
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return copy

@@ -20,8 +20,7 @@ READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "o
 MAY_IMPORT = {
     "rules": [],
     "turns": [],
-    "wrappings": [],
-    "model_config": ["wrappings"],
+    "model_config": [],
     "config": ["rules"],
     "defaults": ["config", "model_config", "rules"],
     "sequence": ["config"],
@@ -45,7 +44,7 @@ MAY_IMPORT = {
     "device": ["config", "cpu", "model_config", "ops", "triton_attention"],
     "parallel": [],
     "processes": ["parallel", "turns"],
-    "loader": ["model_config", "wrappings"],
+    "loader": ["model_config"],
     "layers": ["ops", "parallel", "model_config"],
     "model": ["batch", "graphs", "layers", "model_config", "sequence"],
     "controls": ["sequence"],
@@ -81,11 +80,11 @@ IDEAS = {
 }
 
 # Can be read, run and tested without torch, in seconds.
-PURE = ["wrappings", "model_config", "config", "sequence", "hooks", "block_manager",
+PURE = ["model_config", "config", "sequence", "hooks", "block_manager",
         "scheduler", "defaults", "progress", "inputs", "rules",
         "turns"]
 # A package that only these files may import.
-HOMES = {"safetensors": ["loader", "wrappings"],
+HOMES = {"safetensors": ["loader"],
          "triton": ["triton_attention", "triton_fused", "triton_sampling"],
          "transformers": ["detokenizer", "model_config"],
          "huggingface_hub": ["loader"]}

@@ -23,12 +23,12 @@ from typing import Protocol
 
 from nanoserve.detokenizer import load_tokenizer
 from nanoserve.engine import LLMEngine, Plan
-from nanoserve.model_config import ModelConfig, read_architecture, read_config
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import check_shares
 from nanoserve.progress import say
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.config_files import ModelConfig, read_architecture, read_config
 from nanoserve_extras.base.facts import Fact
 
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's

@@ -32,13 +32,15 @@ from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
-from nanoserve.loader import Tensors, load_dummy_weights, load_weights, stored_tensors
+from nanoserve.loader import Tensors, load_dummy_weights, load_weights
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
-from nanoserve.model_config import ModelConfig, read_json
+from nanoserve.model_config import read_json
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.weight_files import find_weights, stored_tensors
 from nanoserve_extras.drafts.guessers import UNKNOWN, Guesser, write_drafts
 from nanoserve_extras.drafts.hidden_taps import Head, LastTap, LayerTaps, States
 
@@ -182,8 +184,8 @@ def make_head(config: EngineConfig, new: Callable[[Placement], Head], folder: Pa
     if config.load_format == "dummy":
         load_dummy_weights(head, config.seed)
     else:
-        load_weights(head, head.config, folder, False, assemble=on.assemble,
-                     tensors=head.renamed(stored_tensors(folder, config.load_format)))
+        own = head.renamed(stored_tensors(folder, config.load_format))
+        load_weights(head, find_weights(head, folder, given=own), folder)
     return head
 
 

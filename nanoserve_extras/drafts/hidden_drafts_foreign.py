@@ -25,9 +25,10 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Placement
-from nanoserve.loader import stored_tensors
 from nanoserve.model import KVCache
-from nanoserve.model_config import QUANTIZED, ModelConfig, read_json
+from nanoserve.model_config import read_json
+from nanoserve_extras.base.config_files import QUANTIZED, ModelConfig
+from nanoserve_extras.base.weight_files import stored_tensors
 from nanoserve_extras.drafts.hidden_taps import Head, NormTap, States
 from nanoserve_extras.foreign.foreign import override, read_hf_config
 from nanoserve_extras.foreign.foreign_weights import fill, text_config_of

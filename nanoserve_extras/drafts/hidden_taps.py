@@ -105,11 +105,12 @@ class Head(nn.Module):
     """The network that guesses, and what all kinds of it share. config: of its only layer; asked:
     the engine's. What has a comment in `Decoder` is the same here."""
 
-    left_out, most_rows = 0, 2 ** 31
+    most_rows = 2 ** 31
+    unused: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig, asked: EngineConfig, on: Placement):
         super().__init__()
-        self.config, self.num_tokens = config, asked.max_num_batched_tokens
+        self.config, self.on, self.num_tokens = config, on, asked.max_num_batched_tokens
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)]
         self.own = torch.zeros(asked.max_num_seqs + 1, config.hidden_size, dtype=on.dtype,

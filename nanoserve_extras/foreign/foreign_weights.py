@@ -42,17 +42,11 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nanoserve.config import EngineConfig
-from nanoserve.loader import (
-    Tensors,
-    adds_nothing,
-    follows,
-    stored_tensors,
-    text_alone,
-    translated,
-)
+from nanoserve.loader import Tensors, translated
 from nanoserve.parallel import CHECKPOINT_DTYPES
 from nanoserve.rules import in_words
-from nanoserve.wrappings import check_names
+from nanoserve_extras.base.weight_files import adds_nothing, follows, stored_tensors, text_alone
+from nanoserve_extras.base.wrappings import check_names
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
 

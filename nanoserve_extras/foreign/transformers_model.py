@@ -38,8 +38,9 @@ from nanoserve.layers import Placement
 from nanoserve.loader import Tensors
 from nanoserve.memory import return_freed_memory
 from nanoserve.model import KVCache, Pair, fit_8_bits
-from nanoserve.model_config import ENDINGS, ModelConfig, Rope, read_dtype
+from nanoserve.model_config import Rope, read_dtype
 from nanoserve.sequence import visible
+from nanoserve_extras.base.config_files import ENDINGS, ModelConfig
 from nanoserve_extras.foreign.foreign_graphs import ForeignRecorder
 from nanoserve_extras.foreign.foreign_layers import say_what_stays, take_over
 from nanoserve_extras.foreign.foreign_weights import fill, text_config_of, towers_of

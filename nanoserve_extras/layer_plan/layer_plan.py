@@ -182,9 +182,11 @@ class Stage(Decoder):
             on = replace(on, ranks=on.ranks.part(f"stage {stage}", members))
         super().__init__(config, on, expert_parallel, plan[stage].layers)
         self.line = line
+        self.unused += tuple(f"layers.{i}." for i in range(config.num_hidden_layers)
+                             if i not in self.here)
         if stage:
             self.embed_tokens = self.norm = self.lm_head = None
-            self.elsewhere += AT_RANK_0
+            self.unused += AT_RANK_0
         self.disk = Disk() if plan[stage].on_disk else None
         for i in plan[stage].on_disk:
             self.disk.take(self.layers[i], i)

@@ -32,8 +32,9 @@ from torch import nn
 from nanoserve import rules
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
-from nanoserve.model_config import ModelConfig, read_json
+from nanoserve.model_config import read_json
 from nanoserve.rules import option
+from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.engine_args import PoolingOptions
 from nanoserve_extras.pooling.sentence_files import (
@@ -235,6 +236,7 @@ class Pooler:
     def replace_head(self, model: Decoder, on: Placement) -> None:
         """Put the head in the LM head's place, before weights are loaded. Every rank has the whole
         head: it's small, and only rank 0 uses it."""
+        model.unused += self.unused
         if not self.needs_head:
             return model.take_head("lm_head", None)
         on, stream = replace(on, dtype=torch.float32), model.config.hidden_size

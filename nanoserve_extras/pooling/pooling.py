@@ -33,10 +33,10 @@ from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.engine import Plan, no_numbers
 from nanoserve.hooks import Extra
 from nanoserve.inputs import one_for_each
-from nanoserve.model_config import ModelConfig
 from nanoserve.progress import say
 from nanoserve.rules import in_words, option
 from nanoserve.sequence import CoreRequest, Sequence
+from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.inputs import Inputs, Prompt, as_list, salt_of
 from nanoserve_extras.base.request import Request, salted

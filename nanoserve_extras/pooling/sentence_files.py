@@ -29,9 +29,10 @@ import torch
 from torch import nn
 
 from nanoserve import rules
-from nanoserve.loader import stored_tensors
-from nanoserve.model_config import inside, read_json
+from nanoserve.loader import inside
+from nanoserve.model_config import read_json
 from nanoserve.rules import ANYTHING, Rule, in_words, only_if, option
+from nanoserve_extras.base.weight_files import stored_tensors
 
 TOKENS, VECTOR, SCORES, LOGITS = ("token_embeddings", "sentence_embedding", "scores",
                                   "causal_logits")

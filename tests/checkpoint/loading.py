@@ -1,5 +1,6 @@
 """A checkpoint's tensors, and the parameters that they become."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.layers import Embedding, Experts, Linear, Placement
-from nanoserve.loader import load_weights
+from nanoserve.loader import find_weights, load_weights
 from nanoserve.model import Decoder
 from nanoserve.model_config import ModelConfig
 
@@ -26,16 +27,17 @@ class Filled(Placement):
         return super().weight(*shape, dtype=dtype).fill_(self.number)
 
 
-def empty_model(folder: Path, number: float = torch.nan) -> tuple[Decoder, ModelConfig]:
-    """The network of a folder's config.json, every weight this number until it is loaded."""
-    config = ModelConfig.from_folder(folder)
-    return Decoder(config, Filled(torch.float32, CPU, number=number)), config
+def empty_model(folder: Path, number: float = torch.nan, kind: type = ModelConfig) -> Decoder:
+    """The network of a folder's config.json, every weight this number until it is loaded. kind: of
+    config, which reads the file."""
+    return Decoder(kind.from_folder(folder), Filled(torch.float32, CPU, number=number))
 
 
-def load(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights by name, as the loader leaves them."""
-    model, config = empty_model(folder)
-    load_weights(model, config, folder)
+def load(folder: Path, find: Callable = find_weights,
+         kind: type = ModelConfig) -> dict[str, torch.Tensor]:
+    """Weights by name, as the loader leaves them. find: what reads the files."""
+    model = empty_model(folder, kind=kind)
+    load_weights(model, find(model, folder), folder)
     return weights_of(model)
 
 

@@ -12,7 +12,7 @@ USUAL = dict(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, activa
              norm_offset=False, scale_embedding=False, post_norms=False, tie_word_embeddings=False,
              attention_softcap=None, logits_softcap=None, num_experts=0, num_experts_per_tok=0,
              moe_intermediate_size=0, norm_topk_prob=False, head_dim=128, rope_local=None,
-             quantization=None, dtype="bfloat16")
+             dtype="bfloat16")
 GEMMA = dict(activation="gelu_tanh", norm_offset=True, scale_embedding=True, post_norms=True,
              tie_word_embeddings=True, head_dim=256)
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",

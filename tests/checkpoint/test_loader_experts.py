@@ -33,21 +33,22 @@ def test_experts_in_shards_are_the_same_model(copy_of, name):
         assert torch.equal(tensor, whole[parameter]), parameter
 
 
+def given(tensors: dict):
+    return (("given", *one) for one in tensors.items())
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe-odd", "mixtral"])
 def test_experts_in_one_tensor_a_layer_are_the_same_model(checkpoints, name):
     """transformers 5 has them so in memory: a trainer that sent its network was refused."""
     tensors = AutoModelForCausalLM.from_pretrained(checkpoints[name]).state_dict()
-    model, config = empty_model(checkpoints[name])
-    load_weights(model, config, checkpoints[name], tensors=(("given", *one) for one in
-                                                            tensors.items()))
+    model = empty_model(checkpoints[name])
+    load_weights(model, given(tensors), "given")
     for parameter, tensor in load(checkpoints[name]).items():
         assert torch.equal(tensor, weights_of(model)[parameter]), parameter
     joined = next(key for key in tensors if key.endswith("gate_up_proj"))
     for wrong in (tensors[joined][:-1], tensors[joined][:, 1:], tensors[joined][0]):
-        given = tensors | {joined: wrong}
         with pytest.raises(ValueError, match="experts"):
-            load_weights(empty_model(checkpoints[name])[0], config, checkpoints[name], tensors=(
-                ("given", *one) for one in given.items()))
+            load_weights(empty_model(checkpoints[name]), given(tensors | {joined: wrong}), "given")
 
 
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
@@ -60,7 +61,7 @@ def test_other_ranks_experts_must_be_in_the_checkpoint_too(copy_of):
     for rank in (0, 1):
         model = Decoder(config, Placement(torch.float32, CPU, Ranks(rank, 2)), expert_parallel=True)
         with pytest.raises(ValueError, match=f"missing .*: {EXPERT}"):
-            load_weights(model, config, folder)
+            load_weights(model, loader.stored_tensors(folder), folder)
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])

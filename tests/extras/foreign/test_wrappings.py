@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from wrappings import DIALECTS, OURS, REFUSED, SERVED, as_wrapping, make_wrapping, reference
 
 from nanoserve import LLM, LoRARequest, SamplingParams
-from nanoserve.model_config import ModelConfig
+from nanoserve_extras.base.config_files import ModelConfig
 
 # 10 blocks of 5 hold the longest text and little more: everybody else is preempted, in chunks of 7.
 # The second time prompts are found in the prefix cache.

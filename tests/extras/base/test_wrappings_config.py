@@ -10,8 +10,8 @@ from ropes_by_hand import frequencies
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
-from nanoserve.model_config import ModelConfig
-from nanoserve.wrappings import WRAPPINGS, stored_names
+from nanoserve_extras.base.config_files import ModelConfig
+from nanoserve_extras.base.wrappings import WRAPPINGS, stored_names
 
 OUTER = {  # the model_type of each wrapping
     "Gemma3": "gemma3", "Idefics3": "idefics3", "InternVL": "internvl", "Llava": "llava",

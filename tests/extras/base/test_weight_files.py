@@ -6,10 +6,17 @@ import pickle
 import pytest
 import torch
 from helpers import write_json
-from loading import greedy, load, stored_tensors
+from loading import greedy, stored_tensors
+from loading import load as load_by
 
-from nanoserve import LLM, loader
+from nanoserve import LLM
 from nanoserve.loader import find_model
+from nanoserve_extras.base import weight_files
+from nanoserve_extras.base.config_files import ModelConfig
+
+
+def load(folder):
+    return load_by(folder, weight_files.find_weights, ModelConfig)
 
 
 def pickled(folder, files: dict[str, dict] | None = None, **options):
@@ -151,4 +158,4 @@ def test_half_a_pickle_is_named_wherever_it_was_cut(tmp_path, zipped):
     for length in range(0, len(whole) - 1, 1 if len(whole) < 500 else 7):
         file.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="pytorch_model.bin (can't be read, truncated|asks)"):
-            list(loader.stored_tensors(tmp_path))
+            list(weight_files.stored_tensors(tmp_path))

@@ -3,9 +3,13 @@
 import json
 
 import pytest
-from config_files import QWEN3
+from config_files import LLAMA, QWEN3, read
+from published import PUBLISHED, assert_reads
+from ropes_by_hand import frequencies
 
-from nanoserve.model_config import ModelConfig, read_config, read_json
+from nanoserve.model_config import FAMILIES
+from nanoserve_extras.base.config_files import ModelConfig, read_config, read_json
+from nanoserve_extras.base.wrappings import flatten
 
 
 def test_mlx_checkpoints_are_refused_as_that():
@@ -20,7 +24,8 @@ def test_how_weights_are_stored_is_kept_as_it_stands():
     entry = dict(quant_method="of the future", bits=1)
     assert ModelConfig.from_dict(QWEN3 | dict(quantization_config=entry)).quantization == entry
     for plain in ({}, dict(bits=4), dict(quant_method=None, modules_to_not_convert=["lm_head"])):
-        assert ModelConfig.from_dict(QWEN3 | dict(quantization_config=plain)).quantization is None
+        found = ModelConfig.from_dict(QWEN3 | dict(quantization_config=plain))
+        assert found.quantization is None
     with pytest.raises(ValueError, match="quantization_config=\\['gptq'\\]"):
         ModelConfig.from_dict(QWEN3 | dict(quantization_config=["gptq"]))
 
@@ -102,3 +107,49 @@ def test_an_eos_that_is_no_token_is_refused(eos):
     for entries in ((QWEN3 | dict(eos_token_id=eos), {}), (QWEN3, dict(eos_token_id=eos))):
         with pytest.raises(ValueError, match="eos_token_id="):
             ModelConfig.from_dict(*entries)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_read_as_their_authors_meant_them(name):
+    file, wanted = PUBLISHED[name]
+    flat = flatten(file["architectures"][0], file, {}, ["lm_head.weight"] * (
+        not wanted.get("tie_word_embeddings")))
+    config = ModelConfig.from_dict(flat)
+    assert_reads(config, file, wanted)
+    assert config.quantization is None and config.architecture == file["architectures"][0]
+
+
+@pytest.mark.parametrize("family", [name.removesuffix("ForCausalLM") for name in FAMILIES])
+def test_a_null_is_like_nothing_but_where_it_means_off(family):
+    nulls = dict.fromkeys(("head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings",
+                           "mlp_only_layers", "rope_scaling", "hidden_activation"))
+    config = read(family, ModelConfig, **nulls)
+    assert config == read(family, ModelConfig)
+    theta = 1e6 if family in ("Gemma3", "Mixtral") else 1e4
+    assert config.rope.frequencies == pytest.approx(
+        frequencies(config.head_dim, dict(rope_theta=theta)), rel=2e-6)
+    assert read(family, ModelConfig, sliding_window=None).windows == (None,) * 30
+
+
+@pytest.mark.parametrize("family, entries, words", [
+    ("Qwen3Moe", dict(num_experts=0), "num_experts .*got 0"),
+    ("Qwen3Moe", dict(decoder_sparse_step=0), "decoder_sparse_step .*got 0"),
+    ("Gemma2", dict(attn_logit_softcapping="50"), "attn_logit_softcapping.*'50'"),
+    ("Gemma2", dict(query_pre_attn_scalar=0), "query_pre_attn_scalar .*got 0"),
+    ("Gemma2", dict(attn_logit_softcapping=-1.0), "attn_logit_softcapping .*got -1.0"),
+    ("Mistral", dict(sliding_window=0), "sliding_window .*got 0"),
+    ("Qwen3", dict(max_window_layers="3"), "max_window_layers.*got '3'"),
+    ("Qwen3", dict(rms_norm_eps=-1), "rms_norm_eps.*got -1"),
+    ("Qwen3", dict(hidden_size=None), "hidden_size.*got None"),
+    ("Qwen3", dict(vocab_size="many"), "vocab_size.*got 'many'")], ids=str)
+def test_a_number_that_no_network_has_is_refused_by_name(family, entries, words):
+    with pytest.raises(ValueError, match=words):
+        read(family, ModelConfig, **entries)
+
+
+@pytest.mark.parametrize("config", [dict(torch_dtype="float16"), dict(dtype="bfloat16"), {},
+                                    dict(dtype="torch.bfloat16", torch_dtype="float32")], ids=str)
+def test_an_override_of_the_dtype_wins_in_both_spellings(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
+    for name in ("dtype", "torch_dtype"):
+        assert ModelConfig.from_folder(tmp_path, {name: "float64"}).dtype == "float64"

@@ -1,0 +1,168 @@
+"""Weight files in the forms in which checkpoints are published: pickles, towers beside the text,
+quantised matrices, buffers of older code.
+
+The engine fills a network from safetensors in which each tensor has a place (nanoserve/loader.py).
+Here is what stands between other files and that loader, each a generator over (file, name, tensor):
+
+    stored_tensors     also `pytorch_model.bin`, a pickle: torch runs the part of that language that
+                       makes tensors and refuses everything else, so no file can execute anything
+    text_alone         without the towers of a wrapping (wrappings.py)
+    assemble           weights of quantised matrices (quantization/formats.py)
+    without_buffers    without what follows from config.json
+
+Invariant: only what follows from other entries, or is none of the text's, is passed over. What
+remains must fill every parameter once, as the loader has it.
+"""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.hooks import Extra
+from nanoserve.loader import (
+    Tensors,
+    expected_tensors,
+    read_files,
+    read_safetensors,
+    translated,
+    weight_files,
+)
+from nanoserve.progress import say
+from nanoserve_extras.base.wrappings import check_names, is_text
+
+# By load_format: the names without and with an ending for shards, the preferred format first.
+FORMATS = {"safetensors": [("model.safetensors", "*.safetensors")],
+           "pt": [("pytorch_model.bin", "pytorch_model*.bin")]}
+FORMATS["auto"] = FORMATS["safetensors"] + FORMATS["pt"]
+# Buffers that older files carry, see `follows`.
+ROPE_TABLES = re.compile(r"(rotary\w*|rope)\.(\w*inv_freq|freqs|(cos|sin)\w*)$|\bfreqs_cis$")
+MASKS = re.compile(r"(attn|attention)\.(bias|mask|causal_mask)$")
+
+
+class WeightFiles(Extra):
+    """Has every rank read weights by `find_weights`."""
+
+    def prepare(self, plan: Plan) -> Plan:
+        self.left_out: list[int] = []
+        note = ("text only",) if plan.model_config.has_towers else ()
+        return replace(plan, notes=plan.notes + note, parts=replace(
+            plan.parts, weights=partial(find_weights, left_out=self.left_out)))
+
+    def attach(self, engine: LLMEngine) -> None:
+        """Say how much of a wrapping is not there; transformers' network has counted by itself."""
+        left_out = sum(self.left_out) or getattr(engine.runner.model, "left_out", 0)
+        if left_out:
+            say(f"text only, {left_out / 1e9:.2g} GB of towers left out")
+
+
+def find_weights(model: nn.Module, folder: Path, load_format: str = "auto",
+                 given: Tensors | None = None, left_out: list[int] | None = None) -> Tensors:
+    """The tensors that fill a network of ours: those that are given, or those in its folder.
+    left_out: takes the sizes of towers' tensors."""
+    config = model.config
+    if given is None:
+        check_names(folder, config.architecture, config.has_towers)
+        given = stored_tensors(folder, load_format, model.on.ranks.rank == 0)
+    if config.has_towers:
+        given = text_alone(given, [] if left_out is None else left_out)
+    if config.quantization is not None:
+        if model.on.assemble is None:
+            raise ValueError(f"{folder}: the checkpoint is quantised: set quantization="
+                             "'dequantize', or use the unquantised one")
+        given = without_zeros(model.on.assemble(given, config.quantization), model)
+    return without_buffers(given)
+
+
+# ---------------------------------------------------------------------- files
+
+
+def stored_tensors(folder: Path, load_format: str = "auto",
+                   show_progress: bool = False) -> Tensors:
+    """All tensors of a checkpoint with their files, one in memory at a time: see the engine's
+    function of that name. load_format: see FORMATS. Raises `ValueError` naming the file."""
+    for single, pattern in FORMATS[load_format]:
+        if files := weight_files(folder, single, pattern):
+            return read_files(files, read_any, show_progress)
+    patterns = " or ".join(pattern for _, pattern in FORMATS[load_format])
+    raise ValueError(f"{folder} holds no {patterns} file: check the path, or convert the "
+                     "checkpoint (a GGUF file is named itself; load_format='dummy' runs on "
+                     "random weights)")
+
+
+def read_any(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    return read_pickle(file) if file.suffix == ".bin" else read_safetensors(file)
+
+
+def read_pickle(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """torch writes a zip archive since 2020, which can be mapped. An older file is read as a whole.
+
+    Two names may stand for the same memory (a head that is the embedding); each is yielded.
+    """
+    try:
+        tensors = torch.load(file, "cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        if wanted is None:
+            raise OSError("it is no pickle of torch's") from error
+        raise ValueError(f"{file} asks for {wanted[1]}, which is no tensor and could execute "
+                         "anything: get the checkpoint as safetensors, or convert the file where "
+                         "you trust it") from error
+    except Exception as error:  # torch's and Python's words for half a file, a dozen of them
+        raise OSError((str(error) or "it ends too early").partition("\n")[0]) from error
+    wrong = tensors if not isinstance(tensors, dict) else next(
+        ((name, value) for name, value in tensors.items()
+         if not isinstance(name, str) or not isinstance(value, torch.Tensor)), None)
+    if wrong is not None:
+        raise ValueError(f"{file} must hold a dict of tensors, got {wrong!r:.80}: this is another "
+                         "program's format")
+    yield from tensors.items()
+
+
+# --------------------------------------------------------------- what is needed
+
+
+def text_alone(tensors: Tensors, left_out: list[int]) -> Tensors:
+    """Without the tensors of a wrapping's towers, whose sizes are noted. Nothing of them is read:
+    a file is mapped."""
+    for file, name, tensor in tensors:
+        if is_text(name):
+            yield file, name, tensor
+        else:
+            left_out.append(tensor.nbytes)
+
+
+def without_zeros(tensors: Tensors, model: nn.Module) -> Tensors:
+    """Without biases that the network doesn't have and that add nothing."""
+    expected = expected_tensors(model)
+    return (one for one in tensors
+            if translated(one[1]) in expected or not adds_nothing(one[1], one[2]))
+
+
+def without_buffers(tensors: Tensors) -> Tensors:
+    return (one for one in tensors if not follows(one[1], one[2]))
+
+
+def follows(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor follows from config.json: a table of RoPE, a causal mask or positions, which
+    older code kept as buffers. Known by its name and its shape: a weight of the same name
+    (`attn.bias`) has another."""
+    if ROPE_TABLES.search(name):
+        return sum(size > 1 for size in tensor.shape) <= 2
+    if name.endswith("position_ids"):
+        return not tensor.is_floating_point()
+    if name.endswith(".masked_bias"):
+        return tensor.shape[:2] in ((), (1,), (1, 1))
+    return bool(MASKS.search(name)) and tensor.dim() == 4 and tensor.shape[:2] == (1, 1)
+
+
+def adds_nothing(name: str, tensor: torch.Tensor) -> bool:
+    """AutoGPTQ wrote a bias of zeros beside each matrix, also where the model has none."""
+    return name.endswith(".bias") and tensor.is_floating_point() and not tensor.float().any()
