@@ -100,10 +100,12 @@ class Browser:
 
     # -------------------------------------------------------------- looking
 
-    def open(self, path: Path, fragment: str = "") -> None:
+    def open(self, path: Path | str, fragment: str = "") -> None:
+        """path: of a file, or a URL. Waits for `window.page`, which our pages set when drawn."""
         self.events.clear()
         self("Page.navigate", url="about:blank")  # or only the fragment would change
-        self("Page.navigate", url=path.as_uri() + fragment)
+        self("Page.navigate",
+             url=(path if isinstance(path, str) else path.as_uri()) + fragment)
         while self.js("location.href") == "about:blank" or not self.js("!!window.page"):
             assert not self.complaints(), self.complaints()
             time.sleep(0.01)  # until the data is uncompressed and the page has drawn itself

@@ -5,7 +5,7 @@
     POST /v1/responses/input_tokens  /v1/messages/count_tokens       how long its prompt would be
     POST /v1/embeddings  /classify  /pooling  /score  /rerank  ...   a pooling model's
     POST /tokenize  /detokenize                      GET /tokenizer_info
-    GET  /v1/models  /health  /ping  /load  /version  /metrics  /trace
+    GET  /v1/models  /health  /ping  /load  /version  /metrics  /trace  /live  / (a page to chat)
 
     body ─► protocol: checked ─► AsyncLLM.prepare: tokenised ─► room? ─► AsyncLLM.outputs ─► answers
               400                   400                          429        503 if it is dead
@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -40,6 +41,7 @@ from nanoserve.rules import words_of
 from nanoserve_extras.server import pooling, prometheus
 from nanoserve_extras.server.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError
+from nanoserve_extras.server.board import Board
 from nanoserve_extras.server.errors import (
     AsciiResponse,
     BadRequest,
@@ -69,6 +71,7 @@ from nanoserve_extras.server.translate import EventWriter, Kept, Language, Respo
 from nanoserve_extras.server.translate_messages import CountBody, MessagesBody
 from nanoserve_extras.trace.recorder import page
 
+PAGE = Path(__file__).with_name("page.html")
 MAX_TOLD = 100  # unknown fields that are logged, each once
 COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what room there is
 
@@ -88,7 +91,7 @@ class Server:
         self.told: set[str] = set()  # fields that were logged
         self.started = int(time.time())
         self.kept = Kept()
-        self.tracer = Tracer(self.llm)
+        self.tracer, self.board = Tracer(self.llm), Board(self.llm)
         self.turns = ModelTurns(self.llm, chat_template, bare_calls)
 
     def check_model(self, name: str | None) -> None:
@@ -320,6 +323,12 @@ class Server:
         stream = await self.engine.between_steps(self.tracer.stream)
         return HTMLResponse(await asyncio.to_thread(page, stream))
 
+    async def live(self):
+        return AsciiResponse(self.board.read())
+
+    async def home(self):
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
 
 # ------------------------------------------------------------------ endpoints
 
@@ -337,7 +346,7 @@ POSTS |= {path: (kind, Server.pool) for path, (kind, _) in pooling.ENDPOINTS.ite
 GETS = {"/tokenizer_info": Server.tokenizer_info, "/v1/models": Server.models,
         "/v1/models/{name:path}": Server.model, "/load": Server.load, "/health": Server.health,
         "/ping": Server.health, "/version": Server.version, "/metrics": Server.metrics,
-        "/trace": Server.trace}
+        "/trace": Server.trace, "/live": Server.live, "/": Server.home}
 
 
 class JsonRoute(APIRoute):

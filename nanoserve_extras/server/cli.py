@@ -15,6 +15,7 @@ all addresses.
 
 import argparse
 import errno
+import logging
 import os
 import re
 import signal
@@ -155,6 +156,8 @@ def main(argv: list[str] | None = None) -> int:
                              expose_headers=["x-request-id"])
     config = uvicorn.Config(app, http=Http1, timeout_graceful_shutdown=args.drain_seconds,
                             timeout_keep_alive=args.keep_alive_seconds, log_level=args.log_level)
+    # The page at / asks for /live some times a second.
+    logging.getLogger("uvicorn.access").addFilter(lambda line: "/live" not in line.getMessage())
     run(uvicorn.Server(config), listening, greeting(names[0], listening, keys))
     return 0
 

@@ -54,7 +54,7 @@ PATIENCE = 16  # a body that is too long is read up to so many times the limit
 # slow clients, because a fixed time would stop a long body on a slow line.
 BODY_SECONDS, BODY_RATE = 10, 10_000
 # Paths that need no key: they show the server's state and its API, but no prompt and no text.
-OPEN_PATHS = {"/health", "/ping", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
+OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
 
 
 class Ticket:

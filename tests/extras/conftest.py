@@ -1,10 +1,25 @@
 """What tests of the extras share."""
 
+import os
 import shutil
 from functools import cache
 
 import pytest
 from quick_interpreter import quick_interpreter  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """Chromium without a window. Where it can't be had a test is skipped, in CI it fails."""
+    import browser as chromium
+
+    program = chromium.install()
+    if program is None:
+        message = "no Chromium: install it (Debian: apt-get install chromium) to test the pages"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    browser = chromium.Browser(program, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -425,7 +425,7 @@ def test_the_document_of_the_api_has_every_path_and_body(server):
         COMPLETIONS, CHATS, "/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score",
         "/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/tokenizer_info",
         "/v1/models", "/v1/models/{name}", "/health", "/ping", "/load", "/version", "/metrics",
-        "/trace", "/v2/embed", RESPONSES, f"{RESPONSES}/input_tokens", MESSAGES,
+        "/trace", "/live", "/", "/v2/embed", RESPONSES, f"{RESPONSES}/input_tokens", MESSAGES,
         f"{MESSAGES}/count_tokens", "/v1/audio/transcriptions"}
     [(kind, form)] = schema["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"][
         "content"].items()

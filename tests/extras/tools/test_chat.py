@@ -91,9 +91,13 @@ def test_after_an_error_the_conversation_is_as_it_was(capsys):
     assert "the parrot is ill" in capsys.readouterr().err
 
 
+def teller() -> LLM:
+    return LLM(dtype="float32", num_gpu_blocks_override=64, max_model_len=512)
+
+
 @pytest.fixture(scope="module")
 def story() -> Iterator[LLM]:
-    with LLM(dtype="float32", num_gpu_blocks_override=64, max_model_len=512) as llm:
+    with teller() as llm:
         yield llm
 
 
@@ -150,7 +154,7 @@ def test_a_server_answers_the_same(story, capsys):
     messages = [dict(role="user", content="Tell me a story.")]
     [expected] = story.chat(messages, SamplingParams(**GREEDY), use_tqdm=False,
                             chat_template=TEMPLATE)
-    with Serving(story, chat_template=TEMPLATE) as serving:
+    with Serving(teller(), chat_template=TEMPLATE) as serving:
         model = chat.Server(f"{serving.url}/v1/", None, None, GREEDY)
         assert model.model == NAME
         session = talk("Tell me a story.", model=model)

@@ -9,10 +9,8 @@ The test needs Chromium and skips on a laptop without it, saying so. Where it ca
 (root on a Debian: containers, CI) it is, and where CI is set a missing browser is a failure.
 """
 
-import os
 import re
 
-import browser as chromium
 import pytest
 
 from nanoserve.hooks import Extra
@@ -21,18 +19,6 @@ from nanoserve_extras.trace.trace import DEMO, Arrival, Simulation, parse
 
 DEMO_OPTIONS = (12, 9, 4, 4)
 EVIL = '</script><img src=x onerror="window.evil=1"><b>bold</b>'
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    program = chromium.install()
-    if program is None:
-        message = ("no Chromium: install it (Debian: apt-get install chromium) to run the tests of "
-                   "the step trace's page")
-        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
-    browser = chromium.Browser(program, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 class Truth(Extra):
