@@ -148,7 +148,7 @@ def test_a_word_that_is_another_token_behind_a_space():
     space. vLLM bans the second only where it has as many tokens as the first, so here " was" would
     come; it must not, in any spelling of the request."""
     llm = LLM(num_gpu_blocks_override=64)
-    encode = llm.get_tokenizer().encode
+    encode = llm.tokenizer.encode
     words = ["was", "Prince", "delighted"]
     assert len(encode("was")) == 2 and len(encode(" was")) == 1
     banned = [encode(space + word) for word in words for space in ("", " ")]
