@@ -38,7 +38,7 @@ import nanoserve
 from nanoserve.config import SamplingParams
 from nanoserve.progress import say
 from nanoserve.rules import words_of
-from nanoserve_extras.server import pooling, prometheus
+from nanoserve_extras.server import pooling, prometheus, stats
 from nanoserve_extras.server.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError
 from nanoserve_extras.server.board import Board
@@ -368,13 +368,17 @@ class JsonRequest(Request):
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
                lora_requests: dict[str, Any] | None = None, strict: bool = False,
-               bare_calls: bool = True, **limits) -> Guard:
-    """The whole application. The engine is shut down with it. limits: those of `Guard`."""
+               bare_calls: bool = True, says_stats: bool = False, **limits) -> Guard:
+    """The whole application. The engine is shut down with it. says_stats: a line every ten seconds
+    while there is work. limits: those of `Guard`."""
     server = Server(engine, names, chat_template, lora_requests, strict, bare_calls)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
+        reporting = asyncio.create_task(stats.report(engine, say)) if says_stats else None
         yield
+        if reporting is not None:
+            reporting.cancel()
         await asyncio.to_thread(engine.shutdown)
 
     app = FastAPI(title="nanoserve", version=nanoserve.__version__, lifespan=lifespan,

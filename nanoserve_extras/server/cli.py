@@ -89,6 +89,8 @@ def make_parser() -> argparse.ArgumentParser:
                       help="how long running requests may take when the server is told to end")
     door.add_argument("--keep-alive-seconds", type=positive, default=75,
                       help="how long an idle connection stays open; more than a balancer keeps its")
+    door.add_argument("--stats", action=argparse.BooleanOptionalAction, default=True,
+                      help="a line every ten seconds while there is work")
     door.add_argument("--log-level", default="info", help="uvicorn's",
                       choices=("critical", "error", "warning", "info", "debug"))
     add_engine_options(serve.add_argument_group(
@@ -143,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         lora_requests = load_adapters(llm, args.lora_modules)
         keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
         app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict,
-                         args.bare_calls, api_keys=keys, root_path=args.root_path,
+                         args.bare_calls, args.stats, api_keys=keys, root_path=args.root_path,
                          max_requests=args.max_requests,
                          only_local=not keys and is_loopback(listening),
                          max_body_bytes=args.max_body_bytes
