@@ -74,6 +74,12 @@ TABLE = (
         "from generation_config.json"),
     Row("LLM", "allowed_local_media_path allowed_media_domains", "nothing is fetched, and a str "
         "names no file: hand over the image or the sound itself"),
+    Row("LLM", "enable_mm_embeds", "hand over the image or the sound itself", (False,)),
+    Row("LLM", "io_processor_plugin", "prepare the prompts in the script: encode() takes texts and "
+        "token ids"),
+    Row("LLM", "reasoning_parser tool_call_parser", "the chat template tells how thoughts and calls"
+        " are written: leave it out (with structured_outputs a text has its form from the first "
+        "token on)", ("",)),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
     Row("call prompt", "mm_processor_kwargs", "say it when the engine is made, to LLM() or the"
@@ -93,6 +99,9 @@ TABLE = (
     Row("LLM", "data_parallel_size", "all ranks serve one copy of the model with "
         "tensor_parallel_size or pipeline_parallel_size; for several start several processes",
         (1,)),
+    Row("LLM call", "data_parallel_rank data_parallel_size_local data_parallel_address "
+        "data_parallel_rpc_port data_parallel_backend", "an engine serves one copy of the model: "
+        "start several processes, and let each of them make an engine", (1, 0, "mp")),
     Row("LLM", "distributed_executor_backend", "ranks are processes of this machine, or torchrun's:"
         " leave it out, or start the script with torchrun", ("mp",)),
     Row("LLM", "compilation_config cudagraph_capture_sizes", "there is no compiler of models; on a "
@@ -149,6 +158,7 @@ TABLE = (
     Row("SamplingParams", "n_predict num_predict max_length", "use max_tokens"),
     Row("SamplingParams", "stop_sequences", "use stop"),
     Row("SamplingParams", "spaces_between_special_tokens"),  # there are none, as with False
+    Row("SamplingParams", "skip_clone"),  # a request has a copy of its own anyway
     Row("SamplingParams call", "truncate_prompt_tokens", "pass the last token ids of the prompt; "
         "for a pooling model set it in PoolingParams"),
     Row("LLM prompt", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
@@ -182,7 +192,16 @@ TABLE = (
     Row("LLM", "weight_transfer_config", UPDATE),
     Row("method", "init_weight_transfer_engine start_weight_update finish_weight_update "
         "get_world_size reload_weights", UPDATE),
-    Row("method", "enqueue wait_for_completion", "use add_request() and step()"),
+    Row("method", "enqueue enqueue_chat wait_for_completion", "use add_request() and step()"),
+    Row("method", "get_num_unfinished_requests wait_for_requests_to_drain", "LLM.requests has those"
+        " that have not ended"),
+    Row("method", "release_kv_cache_memory", "sleep() gives back weights and KV cache, and "
+        "wake_up(tags=['weights']) brings back the weights alone"),
+    Row("method", "is_sleeping", "LLM.check_ready() raises while it sleeps"),
+    Row("method", "update_weight_version set_weight_version get_weight_version", "keep the version "
+        "in the script: LLM.update_weights returns when all weights are in their place"),
+    Row("method", "get_supported_tasks", "LLM.config.runner is 'generate' or 'pooling', and "
+        "LLM.runner.pooler.tasks are a pooling model's tasks"),
     Row("method", "renderer preprocess preprocess_chat", "generate() and chat() take prompts and "
         "messages as they are; LLM.get_tokenizer() has the chat template"),
     Row("method", "engine_core", "the engine runs in this process: LLM.scheduler, and LLM.runner, "
@@ -203,6 +222,8 @@ TABLE = (
     Row("LLM", "override_pooler_config", "use pooler_config="),
     Row("pooling method", "step_tag_id returned_token_ids reward",
         "encode(pooling_task='token_classify') gives a reward for each token"),
+    Row("pooling", "late_chunking_params", "encode(pooling_task='token_embed') gives a vector for "
+        "each token: take the mean over each chunk's"),
 )
 
 

@@ -52,6 +52,8 @@ HOMES |= dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "nanoserve_extras.server.
 HOMES |= dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel",
                         "destroy_distributed_environment"), "gc:collect")
 HOMES |= dict.fromkeys(ONLY_SERVER, f"{OURS}_trl:only_server")
+HOMES |= {"cached_get_tokenizer": f"{OURS}:get_tokenizer",
+          "TokenizerLike": "nanoserve.detokenizer:Tokenizer"}
 HOMES |= {name: f"{OURS}:{name}" for name in (
     "random_uuid", "get_tokenizer", "resolve_chat_template", "print_embeddings")}
 HOMES |= {name: f"nanoserve_extras.base.metrics:{name}"
@@ -62,10 +64,34 @@ HOMES |= {f"{kind}RequestOutput": f"{POOLING}:PoolingRequestOutput"
 INSTEAD = {
     "BeamSearchParams": BEST, "GuidedDecodingParams": "use StructuredOutputsParams",
     "KVTransferConfig": "say kv_store='folder' to LLM(...)",
-    "ModelRegistry": "an architecture is a row in checkpoint/, see docs/models.md",
+    "ModelRegistry": "an architecture is a row of FAMILIES in model_config.py, see CONTRIBUTING.md",
     "logits_processor": "they are functions of a request here: use "
                         "SamplingParams(logits_processors=[f])",
-    "envs": "options of LLM(...) say what vLLM's environment variables do"}
+    "envs": "options of LLM(...) say what vLLM's environment variables do",
+    "VllmConfig": "LLM.config is what was chosen, LLM.model_config what config.json says",
+    "ProfilerConfig": "make the engine with trace='run.html', or put torch.profiler around "
+                      "generate()",
+    "LateChunkingParams": "encode(pooling_task='token_embed') gives a vector for each token: take "
+                          "the mean over each chunk's",
+    "UsageContext": "leave it out: nothing is reported to anybody",
+    "current_platform": "torch.cuda.is_available() tells whether there is a GPU",
+    "get_open_port": "leave it out: ranks find each other without a port of yours",
+    "init_batch_invariance": "leave it out: on CPUs a text's numbers never depend on the batch",
+    "load_chat_template": "chat(chat_template=Path(file).read_text()) takes the text itself",
+    "cached_tokenizer_from_config": "LLM.get_tokenizer() is the engine's",
+    "entrypoints": "python -m nanoserve serve is the server, and AsyncLLM what a server of your own"
+                   " is made of",
+    "serial_utils": "base64.b64decode and numpy.frombuffer read what the server writes",
+    "benchmarks": "python bench.py measures, and datasets of Hugging Face have prompts",
+    "watermarking": "texts are written without a watermark",
+    "hf_api": "use huggingface_hub",
+    "model_executor": "networks are those of nanoserve/model.py, or transformers'",
+    "stat_loggers": "LLM.get_metrics() has the numbers, and the server /metrics"}
+INSTEAD |= dict(kv_transfer=INSTEAD["KVTransferConfig"], weight_transfer=UPDATE,
+                loggers=INSTEAD["stat_loggers"])
+INSTEAD |= dict.fromkeys(
+    ("model_loader", "tensorizer"), "a folder's safetensors files are read, each rank its share: "
+    "LLM(folder)")
 INSTEAD |= dict.fromkeys(
     ("WeightTransferConfig", "WeightTransferInitRequest", "WeightTransferUpdateRequest",
      "NCCLWeightTransferEngine"), UPDATE)
@@ -73,7 +99,8 @@ INSTEAD |= dict.fromkeys(
     ("CompilationConfig", "CompilationMode", "CUDAGraphMode", "AttentionConfig"),
     "leave it out: on a GPU decode steps are recorded as CUDA graphs by themselves")
 INSTEAD |= dict.fromkeys(
-    ("ImageAsset", "AudioAsset", "VideoAsset", "fetch_image", "MultiModalDataBuiltins"),
+    ("ImageAsset", "AudioAsset", "VideoAsset", "fetch_image", "MultiModalDataBuiltins",
+     "multimodal"),
     "hand over an image of PIL, a path or bytes, and a sound as an array: see docs/vision.md")
 
 
@@ -93,7 +120,7 @@ class StandIn(ModuleType):
             return import_module(f"{self.__name__}.{name}")
         near = nearest(name, [*HOMES, *nanoserve.__all__])
         hint = f"did you mean {near}?" if near else "it is not here"
-        for word in (name, self.__name__.rpartition(".")[2]):  # or all that is in this module
+        for word in (name, *reversed(self.__name__.split("."))):  # or all in one of its modules
             if word in INSTEAD:
                 hint = INSTEAD[word]
                 break

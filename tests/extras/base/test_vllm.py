@@ -108,6 +108,31 @@ def test_no_name_is_ours_and_refused_at_once():
                     if (row := vllm.ROWS.get((taker, field.name))) and row.nothing != (None,)]
 
 
+# What the examples of vLLM 0.33 say to these, apart from what is the same here.
+IN_EXAMPLES = {
+    "LLM": "allowed_local_media_path attention_backend config_format data_parallel_address "
+           "data_parallel_rpc_port data_parallel_size data_parallel_size_local "
+           "disable_chunked_mm_input disable_custom_all_reduce disable_log_stats "
+           "distributed_executor_backend enable_expert_parallel enable_log_requests "
+           "enable_mm_embeds enable_prompt_embeds enable_return_routed_experts ignore_patterns "
+           "io_processor_plugin "
+           "kv_transfer_config logits_processors max_cpu_loras mm_processor_cache_gb "
+           "model_loader_extra_config profiler_config reasoning_parser tokenizer_mode",
+    "SamplingParams": "extra_args skip_clone trace_decode_token_ids",
+    "pooling": "late_chunking_params",
+    "call": "data_parallel_rank mode reset_running_requests tokenization_kwargs",
+    "method": "collective_rpc do_log_stats enqueue enqueue_chat get_world_size pause_generation "
+              "release_kv_cache_memory resume_generation start_profile stop_profile "
+              "update_weight_version wait_for_completion apply_model is_sleeping "
+              "get_num_unfinished_requests get_supported_tasks"}
+
+
+@pytest.mark.parametrize("taker", IN_EXAMPLES)
+def test_a_name_of_vllms_examples_has_a_row(taker):
+    """Some were a bare TypeError or AttributeError, which tells nobody what to do."""
+    assert not [name for name in IN_EXAMPLES[taker].split() if (taker, name) not in vllm.ROWS]
+
+
 def test_a_name_has_one_row_for_each_who_takes_it():
     takers = {"LLM", "serve", "SamplingParams", "call", "prompt", "pooling", "method", "body",
               "AsyncLLM"}

@@ -196,7 +196,7 @@ def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
 @pytest.mark.parametrize("line, said", [
     ("from vllm.sampling_params import BeamSearchParams", "ask for n samples"),
     ("from vllm import SamplingParam", "SamplingParams"),
-    ("from vllm.logprobs import Logprob; from vllm import ModelRegistry", "row in checkpoint"),
+    ("from vllm.logprobs import Logprob; from vllm import ModelRegistry", "row of FAMILIES"),
     ("import vllm.envs as envs; envs.VLLM_USE_V1", "options of LLM"),
     ("from vllm.config import WeightTransferConfig", "LLM.update_weights takes"),
     ("from vllm.engine.arg_utils import AsyncEngineArgs\n"
@@ -204,6 +204,10 @@ def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
     (ENGINE + "LLMEngine.from_engine_args(args).reset_prefix_cache(reset_running_requests=True)",
      "abort the requests"),
     (ENGINE + "AsyncLLM.from_engine_args(args).pause_generation(mode='keep')", "between_steps"),
+    ("from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole", "kv_store="),
+    ("from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo", "update_weig"),
+    ("from vllm.model_executor.model_loader import ShardedStateLoader", "safetensors"),
+    ("from vllm.multimodal.utils import encode_image_url", "docs/vision.md"),
     ("from vllm.worker.worker import Worker", "vllm.worker.worker.Worker: it is not here")])
 def test_a_name_that_is_missing_says_what_to_use(tmp_path, line, said):
     with pytest.raises((ImportError, AttributeError, ValueError), match=said):
