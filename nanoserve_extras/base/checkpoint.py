@@ -1,25 +1,57 @@
-"""Which folder a model's name means, GGUF files among them.
+"""Which folder a model's name means, GGUF files and pickled weights among them.
 
 The engine takes a folder, a hub id or a bundled model's name (nanoserve/loader.py). With the extras
 a GGUF file is a model, too: it becomes a folder once, which is kept, in the bits that the engine
-wants.
+wants. Pickled weights are fetched only where there are no others.
+
+Invariant: the caller gets a folder whose files can be read, or a `ValueError` that names the
+option, the value and the reason. An engine that went on with an empty folder would answer with
+random text (nano-vllm #97).
 """
 
 from pathlib import Path
 
 from nanoserve.config import EngineConfig
-from nanoserve.loader import find_model
+from nanoserve.loader import fetch, find_model
 from nanoserve_extras import find
+
+PICKLES = ["pytorch_model*.bin"]
+READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
 
 
 def find_folder(model: str | Path, option: str = "model", *, quantization: str | None = None,
-                revision: str | None = None, **wanted: bool) -> Path:
+                revision: str | None = None, weights: bool = True, code: bool = False) -> Path:
     """The folder of a model, whatever names it: see `find_model`, which the arguments are for.
     quantization: the bits of a GGUF file's weights. Raises `ValueError` that names the option."""
+    if not isinstance(model, (str, Path)) or not str(model).strip():
+        raise ValueError(f"{option}={model!r}: name a folder or a hub id")
     file = find("tools.gguf_files.find_file")(model, option, revision)
     if file is not None:
         return find("tools.convert.kept")(file, quantization, option)
-    return find_model(model, option, revision=revision, **wanted)
+    place = Path(model).expanduser()
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{option}={str(model)!r} is a file: name the folder it lies in")
+    if not place.exists() and (len(place.parts) > 2 or str(model)[0] in "./~"):
+        raise ValueError(f"{option}={str(model)!r} is not a local folder, and no hub id looks so")
+    folder = find_model(model, option, weights, code, revision)
+    if weights and not place.exists() and not any(folder.glob("*.safetensors")):
+        fetch(str(model), option, PICKLES, revision)
+    check_fetched(folder, weights)
+    return folder
+
+
+def check_fetched(folder: Path, weights: bool) -> None:
+    """Raises `ValueError` for what `git clone` leaves in the place of large files without LFS, and
+    for a pipe or a device, whose reader would wait."""
+    for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
+        if file.suffix not in READ or not file.exists() or file.is_dir():
+            continue
+        if not file.is_file():
+            raise ValueError(f"{file} is no regular file: remove it, or put the real one there")
+        read = file.suffix == ".json" or weights and file.suffix in (".safetensors", ".bin")
+        if read and file.stat().st_size < 1024 and file.read_bytes().startswith(
+                b"version https://git-lfs"):
+            raise ValueError(f"{file} is a pointer to a file that is not here: run git lfs pull")
 
 
 def tokenizer_folder(asked: EngineConfig, folder: Path) -> Path:

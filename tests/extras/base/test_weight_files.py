@@ -10,7 +10,6 @@ from loading import greedy, stored_tensors
 from loading import load as load_by
 
 from nanoserve import LLM
-from nanoserve.loader import find_model
 from nanoserve_extras.base import weight_files
 from nanoserve_extras.base.config_files import ModelConfig
 
@@ -135,18 +134,6 @@ def test_another_programs_pickle_is_refused(copy_of, content):
     folder = pickled(copy_of("qwen3"), {"pytorch_model.bin": content})
     with pytest.raises(ValueError, match="must hold a dict"):
         load(folder)
-
-
-def test_pickles_are_fetched_only_where_there_is_nothing_else(checkpoints, copy_of, hub):
-    asked = hub(checkpoints["qwen3"])
-    find_model("some/safe")
-    (_, _, patterns), = asked
-    assert "*.safetensors" in patterns
-    asked = hub(pickled(copy_of("qwen3")))
-    find_model("some/old")
-    assert len(asked) == 2 and asked[1][2] == ["pytorch_model*.bin"]
-    find_model("some/old", weights=False)
-    assert len(asked) == 3
 
 
 @pytest.mark.parametrize("zipped", [True, False])
