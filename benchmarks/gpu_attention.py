@@ -20,7 +20,7 @@ import triton
 from benchmarks.gpu_report import DEVICE, ON_GPU, Report, timed
 from benchmarks.kernels import compiled
 from nanoserve import triton_attention as kernels
-from nanoserve.memory import free_cpu_memory
+from nanoserve.device import free_cpu_memory
 from nanoserve.triton_fused import multiprocessors, table_line
 
 CLONE = Path(__file__).parent.parent

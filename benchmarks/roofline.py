@@ -39,10 +39,10 @@ import torch
 from benchmarks.workloads import Request, community
 from nanoserve import LLM
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.device import load_backend
 from nanoserve.hooks import Extra
 from nanoserve.model_config import ModelConfig
 from nanoserve.scheduler import Scheduler
+from nanoserve.self_test import load_backend
 from nanoserve.sequence import CoreRequest, Sequence, Step
 
 PARTS = ("linear", "head", "attention", "other")

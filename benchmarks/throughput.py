@@ -62,10 +62,9 @@ from benchmarks.roofline import Machine, Work
 from benchmarks.workloads import WORKLOADS, Request, wrapped
 from nanoserve import rules
 from nanoserve.__main__ import command
-from nanoserve.device import pick_device
+from nanoserve.device import free_cpu_memory, pick_device
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.loader import BUNDLED
-from nanoserve.memory import free_cpu_memory
 from nanoserve_extras import choose
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.engine_args import EngineArgs

@@ -20,7 +20,7 @@ import torch
 from nanoserve import ops
 from nanoserve.batch import Batch
 from nanoserve.build import functions_of, in_float32, load
-from nanoserve.memory import zeros
+from nanoserve.device import zeros
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", "thresholds",
            "linear", "embed", "new_cache", "norm_rope_store", "prepack", "paged_attention",

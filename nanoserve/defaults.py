@@ -14,7 +14,7 @@ Invariant: the config that was asked for stays as it is; the one that is returne
 choice but what is measured later (the KV cache's size) or is switched off by `None`. A choice that
 this model can't follow raises a `ValueError` that names the remedy.
 
-What the machine has is looked up in device.py, and its memory in memory.py.
+What the machine has is looked up in device.py and self_test.py.
 """
 
 from dataclasses import replace

@@ -1,30 +1,47 @@
-"""Which device and which operators run the model: what the user asked for, and what is available.
+"""What a machine has, and how much fits: the device, its dtype, and memory for the KV cache.
 
-    asked            found                            becomes
-    device="auto"    a GPU that torch can use         "cuda", else "cpu"
-    dtype="auto"     a GPU without bfloat16           float16, or float32 where that overflows
-    kernels="auto"   a GPU from 7.5 on, and triton    "triton"
-                     another GPU, or a kernel fails   "torch", the specification itself
-                     a CPU and a compiler             "cpu", the compiled backend
-                     a CPU without a compiler         "torch", which is slower
+    asked            found                       becomes
+    device="auto"    a GPU that torch can use    "cuda", else "cpu"
+    dtype="auto"     a GPU without bfloat16      float16, or float32 where that overflows
 
-Invariant: a slow path is never silent. A slower choice that the user left open is reported on
-standard error; a choice that the user made and the machine lacks is an error with the remedy.
+Memory on a GPU is measured: the largest possible step is run once, and the cache gets the rest.
+
+    total  | others' | weights | largest step's activations | KV blocks ........ | kept free |
+           └──────── gpu_memory_utilization of it: what may be in use ───────────┘
+
+CUDA graphs, recorded when the cache is there, take their own working memory out of what is kept
+free: a few hundred MB for 256 rows of a large vocabulary.
+
+Memory that others use (another process on the GPU, a display) is what the driver reports as neither
+free nor ours. An engine that did not subtract it counted a negative number of blocks.
+
+On a CPU a fixed share of what is free is taken, because a laptop's owner has other programs open.
+Linux says what is available without swapping, and a container may be allowed less. Memory that a
+step has freed is kept for the next one (`keep_freed_memory`): the first use of a new page costs
+more than the arithmetic on it. Weights and caches ask for large pages (`zeros`), and the cache's
+become resident block by block.
+
+Invariant: a slow path is never silent. A slower choice that the user left open is returned with a
+sentence; a choice that the user made and the machine lacks is an error with the remedy. Which
+kernels can run is found out in self_test.py.
+
+The cache is not sized by trial until memory is exhausted: a laptop that swaps is worse than a small
+cache.
 """
 
-import shutil
-import warnings
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from textwrap import shorten
-from types import ModuleType
-from typing import Any
 
 import torch
 
-from nanoserve import ops
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.model_config import ModelConfig
+from nanoserve.sequence import CoreRequest, Sequence, Step
 
 BFLOAT16 = (8, 0)  # the first compute capability with bfloat16
 # What can take the place of a dtype, the best first, and what that costs.
@@ -33,185 +50,262 @@ COSTS = {"bfloat16": "", "float16": ", whose range is smaller", "float32": ", wh
 # not: only its tower for images does, which is not run.
 OVERFLOW = ("gemma2", "gemma3_text", "glm4", "plamo2")
 
+CPU_MEMORY_SHARE = 0.25  # a share of the free memory
+MIN_CACHE_TOKENS = 2 ** 16
+UNKNOWN_MEMORY = 2 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
+GB = 2 ** 30
+# glibc's names in malloc.h, and their values: keep so much free memory at the heap's end; allocate
+# on the heap if smaller than this (the highest value allowed); extend the heap by this much.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+KEPT_MEMORY = {M_TRIM_THRESHOLD: GB, M_MMAP_THRESHOLD: 2 ** 25, M_TOP_PAD: 2 ** 26}
+# What a row of the largest step asks for: whatever takes memory in the sampler.
+EVERYTHING = dict(temperature=1.0, top_k=100, top_p=0.9, logprobs=20, logit_bias={0: 1.0})
+
+
+# ---------------------------------------------------------------- device and dtype
+
 
 def pick_device(device: str) -> str:
     """ "auto" is the GPU if there is one. "cuda:1" stays as it is. Raises `ValueError` for a GPU
-    that isn't there, or that torch can't use."""
+    that isn't there."""
     if device == "cpu":
         return "cpu"
-    reason = why_unusable(device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = [f"cuda:{number}" for number in range(count)]
     if device == "auto":
-        return "cpu" if reason is not None else "cuda"
-    if reason is not None:
-        raise ValueError(f"device={device!r}, but {reason or 'torch sees no GPU'}: use "
+        return "cuda" if there else "cpu"
+    if not there or ":" in device and device not in there:
+        raise ValueError(f"device={device!r}, but torch sees {', '.join(there) or 'no GPU'}: use "
                          'device="cpu" or "auto"')
     return device
 
 
-# What a GPU's driver leaves on a machine: Linux, and Linux within Windows.
-TRACES = ("/dev/nvidiactl", "/dev/dxg")
-
-
-def why_unusable(device: str) -> str | None:
-    """Why torch can't use a GPU, with the remedy; "" where the machine seems to have none, None
-    where torch can. device: "cuda", "cuda:1" or "auto"."""
-    with warnings.catch_warnings():  # torch's, which says the same at greater length
-        warnings.simplefilter("ignore")
-        if not torch.cuda.is_available():
-            return _why_unseen()
-    if torch.version.hip:
-        return None
-    there = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if ":" in device and device not in there:
-        return f"torch sees {', '.join(there)}"
-    at = None if device == "auto" else device
-    name, (major, minor) = torch.cuda.get_device_name(at), torch.cuda.get_device_capability(at)
-    made_for = torch.cuda.get_arch_list()  # "sm_86": code for 8.6 and 8.9; "compute_90": 9.0 and up
-    kinds = [(kind, divmod(int(arch.rstrip("af")), 10)) for kind, _, arch in (
-        text.partition("_") for text in made_for)]
-    if kinds and not any((major, minor) >= arch and (kind == "compute" or major == arch[0])
-                         for kind, arch in kinds):
-        return (f"torch {torch.__version__} has no code for {name}, whose compute capability is "
-                f"{major}.{minor} (it has {' '.join(made_for)}; install another build of torch)")
-    return None
-
-
-def _why_unseen() -> str:
-    traces = [path for path in TRACES if Path(path).exists()]
-    if not traces and shutil.which("nvidia-smi") is None:
-        return ""
-    where = f"there may be a GPU ({', '.join(traces) or 'nvidia-smi'}), but "
-    if torch.version.cuda is None:
-        return (f"{where}torch {torch.__version__} is built without CUDA (install the build that "
-                "pytorch.org shows for CUDA)")
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # the driver is too old, for example
-        return (f"{where}torch {torch.__version__}, built for CUDA {torch.version.cuda}, can't use "
-                f"it ({shorten(str(error), 200)}; update the driver, or install a build of torch "
-                "for an older CUDA)")
-    return f"{where}CUDA finds none (nvidia-smi and CUDA_VISIBLE_DEVICES may tell why)"
-
-
-def load_backend(kernels: str) -> ModuleType:
-    """`ops`, or the backend that `kernels` names. A backend is imported late, because it needs a
-    compiler, or triton, which exists for Linux only. Raises `ImportError` where this is missing."""
-    if kernels == "triton":
-        from nanoserve import triton_attention as triton_kernels
-        return triton_kernels
-    if kernels == "cpu":
-        from nanoserve import cpu
-        return cpu
-    return ops
-
-
-def fit_to_device(config: EngineConfig, asked: EngineConfig,
-                  model: ModelConfig) -> tuple[EngineConfig, list[str]]:
-    """Adapt a resolved config to this machine and to the range of its dtype; also returns a message
-    for each change. Raises `ValueError` where the user asked for what isn't there."""
-    said: list[str] = []
-    if asked.device == "auto" and config.device == "cpu" and (reason := why_unusable("auto")):
-        said.append(f"{reason}. The CPU takes its place, which is slower")
-    instead, why = _dtype_that_works(config, model)
-    if instead != config.dtype:
-        if asked.dtype != "auto":
-            raise ValueError(f'dtype="{config.dtype}", but {why}: use "{instead}"')
-        said.append(f"{why}: {instead} takes its place{COSTS[instead]}")
-        config = replace(config, dtype=instead)
-    reason, instead = _what_is_missing(config)
-    if reason and asked.kernels != "auto":
-        raise ValueError(f"kernels={asked.kernels!r}, but {reason}: install what is missing, or "
-                         f"use kernels={instead!r}")
-    if reason:
-        said.append(f"{shorten(reason, 500)}. kernels={instead!r} takes its place, which is slower")
-        config = replace(config, kernels=instead)
-    return config, said
-
-
-def _dtype_that_works(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
-    """The dtype itself, or the best one that this network and this device can use, and why."""
+def fit_dtype(config: EngineConfig, asked: EngineConfig,
+              model: ModelConfig) -> tuple[EngineConfig, list[str]]:
+    """A config whose dtype this device has and this network's numbers fit into, and a sentence if
+    it is another than the checkpoint's. config: resolved. Raises `ValueError` where the user asked
+    for one that doesn't do."""
     if config.dtype == "float32":
-        return "float32", ""
+        return config, []
     reasons = {}
     if model.text_type in OVERFLOW:
         reasons["float16"] = (f"the numbers of {model.architecture} overflow in float16, which "
                               "ends at 65,504")
     if config.on_gpu and torch.cuda.get_device_capability(config.device) < BFLOAT16:
         reasons["bfloat16"] = f"{torch.cuda.get_device_name(config.device)} has no bfloat16"
-    dtypes = [config.dtype, *COSTS]
-    return next(dtype for dtype in dtypes if dtype not in reasons), " and ".join(reasons.values())
+    instead = next(dtype for dtype in (config.dtype, *COSTS) if dtype not in reasons)
+    if instead == config.dtype:
+        return config, []
+    why = " and ".join(reasons.values())
+    if asked.dtype != "auto":
+        raise ValueError(f'dtype="{config.dtype}", but {why}: use "{instead}"')
+    return replace(config, dtype=instead), [f"{why}: {instead} takes its place{COSTS[instead]}"]
 
 
-def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
-    """Why `config.kernels` can't run here, and what can; "" if they can."""
-    if config.kernels == "cpu":
-        if config.on_gpu:
-            return "these kernels are for CPUs and the device is a GPU", "triton"
-        try:
-            load_backend("cpu")
-        except ImportError as error:
-            return str(error), "torch"
-    if config.kernels != "triton":
-        return "", ""
-    try:
-        interpreted = load_backend("triton").INTERPRETED
-    except ImportError as error:
-        return f"triton can't be imported ({error})", "torch"
-    if config.on_gpu and interpreted:
-        return ("TRITON_INTERPRET is set, with which kernels run in Python and not on the GPU, and "
-                "no graph can be recorded (unset it)"), "torch"
-    if not config.on_gpu and not interpreted:
-        return ("there is no GPU (the environment variable TRITON_INTERPRET=1, set from the start, "
-                "runs them slowly in Python)"), "cpu"
-    if config.on_gpu and torch.cuda.get_device_capability(config.device) < (7, 5):
-        name = torch.cuda.get_device_name(config.device)
-        return f"{name} is older than compute capability 7.5", "torch"
-    return (first_kernel(config.device) if config.on_gpu else ""), "torch"
+# ------------------------------------------------------------- the size of the KV cache
 
 
-def first_kernel(device: str) -> str:
-    """Launch and compare one tiny kernel: Triton builds its launcher at the first launch, which
-    takes more than an import. Returns why that fails, with the remedy, or ""."""
-    x, weight = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 2, 32)
-    try:
-        with torch.cuda.device(device):
-            got = load_backend("triton").rms_norm(x.to(device), weight.to(device), 1e-6).cpu()
-    except Exception as error:  # a compiler's, Triton's or the driver's
-        why = f"{type(error).__name__}: {shorten(str(error), 200)}"
-        return (f"Triton can't launch a kernel ({why}; it needs a C compiler, Python's headers and "
-                "the driver's libcuda.so.1: on Debian and Ubuntu apt install build-essential "
-                "python3-dev)")
-    if not torch.allclose(got, ops.rms_norm(x, weight, 1e-6), atol=1e-5):
-        return "Triton's first kernel gives wrong numbers here (another version may not)"
-    return ""
+def fit_to_cache(config: EngineConfig, num_blocks: int, asked: int | None,
+                 generates: bool = True) -> tuple[EngineConfig, list[str]]:
+    """Lower `max_model_len` to what the KV cache holds; also returns a message. config: resolved.
+    asked: the user's own length. Raises `ValueError` if `asked` does not fit, or if a cache of one
+    token should hold a prompt and an answer."""
+    capacity = num_blocks * config.block_size
+    if config.max_model_len <= capacity:
+        return config, []
+    remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
+    if generates and capacity < 2:
+        raise ValueError("a KV cache of one token has no room for an answer behind a prompt: "
+                         f"{remedy}")
+    if asked is not None:
+        raise ValueError(
+            f"max_model_len={asked} does not fit in the KV cache of {capacity} tokens "
+            f"({num_blocks} blocks of {config.block_size}): lower it, or {remedy}")
+    said = (f"max_model_len is lowered from {config.max_model_len:,} to {capacity:,}, what the "
+            f"KV cache holds; {remedy} for more")
+    return replace(config, max_model_len=capacity), [said]
 
 
-def describe(config: EngineConfig, runner: Any, num_blocks: int, network: str = "nanoserve",
-             notes: tuple[str, ...] = ()) -> str:
-    """The start-up line: on what, how, and with how much memory. A slow path is never silent.
-    runner: the engine's `ModelRunner`. network: whose it is. notes: what extras say of the weights.
+def largest_step(config: EngineConfig, num_drafts: int = 0) -> Step:
+    """A step that takes as much memory as any can: the most rows and tokens, a first row as long as
+    possible, logprobs of every position, and drafts for every row. All rows use block 0.
+    config: resolved. num_drafts: of a row, if nothing else limits them.
+
+    Kernels read keys where they lie, so it doesn't matter that nothing was computed before. Plain
+    torch gathers a row's keys: on a GPU, long sequences can take more with it than is measured.
     """
-    c, device = config, "cpu (Triton's interpreter, very slow)"
-    if runner.device.type == "cuda":
-        device = f"cuda ({torch.cuda.get_device_name(runner.device)})"
-    elif c.kernels == "cpu":
-        device = f"cpu ({load_backend('cpu').multiplies(getattr(torch, c.dtype))})"
-    elif c.kernels != "triton":
-        device = "cpu"
-    ranks = f" on {runner.ranks.size} ranks" if runner.ranks.size > 1 else ""
-    graphs = f"graphs up to {c.max_num_seqs}" if runner.graphs else "no graphs"
-    pools = f", {runner.pooler}" if runner.pooler else ""
-    reserved = " reserved, used as it fills" if c.kernels == "cpu" else ""
-    stored = "" if c.kv_cache_dtype == "auto" else f" in {c.kv_cache_dtype}"
-    if runner.unrounded:
-        reserved += (f" ({len(runner.unrounded)} of {len(runner.kv_shapes)} layers in {c.dtype}: "
-                     "their biases are too large for 8 bits)")
-    dtype = ", ".join([c.dtype, *notes])
-    architecture = runner.model_config.architecture
-    return (f"{Path(c.model).name}: {architecture} by {network}, {device}, {dtype}{ranks}, "
-            f"{c.kernels} attention, {graphs}{pools} | "
-            f"KV cache {num_blocks:,} blocks of {c.block_size} = "
-            f"{num_blocks * c.block_size:,} tokens, "
-            f"{num_blocks * runner.block_bytes / 2 ** 20:,.0f} MB{stored}{reserved} | "
-            f"max_model_len {c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
-            f"{c.max_num_seqs} sequences a step, overlap {int(c.async_scheduling)}")
+    num_drafts = min(num_drafts, config.max_model_len - 1,
+                     config.max_num_batched_tokens // config.max_num_seqs - 1)
+    least = 1 + num_drafts
+    left = config.max_num_batched_tokens - config.max_num_seqs * least
+    step = Step(0)
+    for row in range(config.max_num_seqs):
+        num_tokens = 1 + min(left, config.max_model_len - least)  # known ones
+        left -= num_tokens - 1
+        params = SamplingParams(**EVERYTHING, prompt_logprobs=20 if num_tokens > 1 else None)
+        seq = Sequence(
+            CoreRequest("largest step", params), [0] * num_tokens, row=row, num_unknown_tokens=1,
+            block_table=[0] * -(-(num_tokens + num_drafts) // config.block_size))
+        step.num_new_tokens[seq] = num_tokens + num_drafts
+        if num_drafts:
+            step.drafts[seq] = [0] * num_drafts
+        step.starts.append(0)
+        step.sampling.append(seq)
+        if num_tokens > 1:
+            step.prompt_logprob_positions[seq] = range(num_tokens - 1)
+    return step
+
+
+def gpu_budget(config: EngineConfig, device: torch.device,
+               run_largest_step: Callable[[], None]) -> tuple[int, str]:
+    """Bytes that are left for KV, negative if there are none, and how they were computed."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)  # weights, and the largest step
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    # Not torch's: other processes, but also CUDA itself, compiled kernels, libraries' workspaces.
+    others = total - free - torch.cuda.memory_reserved(device)
+    budget = int(total * config.gpu_memory_utilization) - others - peak
+    return budget, (
+        f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GB:.1f} GB, less "
+        f"{others / GB:.1f} GB that others use, less {peak / GB:.1f} GB for weights and the "
+        "largest step")
+
+
+def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int, local_size: int,
+                    least: Callable[[int], int], run_largest_step: Callable[[], None]) -> int:
+    """How many KV blocks of `block_bytes` there is room for on every rank.
+
+    config: resolved; local_size: ranks on this machine; least: the smallest of all ranks' numbers.
+    Raises `ValueError` with the numbers when there is room for none.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    if config.kv_cache_memory_bytes is not None:
+        budget, reason = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    else:
+        budget, reason = (gpu_budget(config, device, run_largest_step) if device.type == "cuda"
+                          else cpu_budget(local_size))
+        # Every sequence at its full length; a small engine keeps room to remember prefixes.
+        most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
+        budget = min(budget, -(-most // config.block_size) * block_bytes)
+    # A stage whose layers keep states alone has no KV, and room for any number.
+    num_blocks = least(budget // block_bytes if block_bytes else 2 ** 31 - 1)
+    if num_blocks < 1:
+        raise ValueError(
+            f"no room for one KV block: {block_bytes:,} bytes are needed, {budget:,} are to be had "
+            f"({reason}): raise kv_cache_memory_bytes or gpu_memory_utilization, lower block_size, "
+            "or end other programs that use the memory")
+    return num_blocks
+
+
+def cpu_budget(local_size: int) -> tuple[int, str]:
+    """The same on a CPU that `local_size` ranks share."""
+    free = free_cpu_memory()
+    return int(CPU_MEMORY_SHARE * free / local_size), (
+        f"{CPU_MEMORY_SHARE:.0%} of the {free / GB:.1f} GB that are free, for {local_size} ranks")
+
+
+def free_cpu_memory() -> int:
+    """Bytes that this process may still take: the machine's free memory, or its container's. Where
+    the system isn't Linux, half of the physical memory is taken to be free."""
+    try:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        available = UNKNOWN_MEMORY
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    for group, limit, usage in (("", "memory.max", "memory.current"),  # cgroup v2, then v1
+                                ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
+        folder = Path("/sys/fs/cgroup", group)
+        try:
+            allowed = int((folder / limit).read_text())
+            used = int((folder / usage).read_text()) - _page_cache(folder / "memory.stat")
+        except (OSError, ValueError):  # no such file, or "max": no limit
+            continue
+        available = min(available, allowed - used)
+    return max(available, 0)
+
+
+def _page_cache(stat: Path) -> int:
+    """Bytes of files, the checkpoint's say, that count as used but are dropped when needed."""
+    if not stat.exists():
+        return 0
+    entries = dict(line.split() for line in stat.read_text().splitlines())
+    return int(entries.get("total_inactive_file", entries.get("inactive_file", 0)))
+
+
+# ------------------------------------------------------------- memory as it is taken
+
+
+def take_device(name: str, local_rank: int | None) -> torch.device:
+    """The device of an engine, prepared. name: "cpu", "cuda:1", or "cuda", the user's current GPU.
+    local_rank: this rank's GPU; None for an only rank.
+
+    Memory that an earlier engine left in torch's own cache goes back to the GPU: otherwise torch
+    would put small weights into that engine's large KV caches, and the rest of each would stay
+    unused.
+    """
+    device = torch.device(name)
+    if device.type != "cuda":
+        keep_freed_memory()
+        return device
+    if local_rank is not None:
+        torch.cuda.set_device(local_rank)
+    with current(device):
+        torch.cuda.empty_cache()
+        return torch.device("cuda", torch.cuda.current_device())  # with its number: it won't change
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Within it `device` is the current one, on which kernels are launched and graphs recorded."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raises `ValueError` if memory runs out inside. what: what it is for, and the remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError, OverflowError) as error:  # torch's, numpy's, mmap's
+        raise ValueError(f"no memory for {what}") from error
+
+
+def keep_freed_memory() -> bool:
+    """Ask the C library to keep what tensors leave, and not to return it to the system each time.
+
+    A prefill's activations are tens of megabytes each. By default glibc maps such a tensor and
+    unmaps it again, and the system zeroes every page anew, which takes a large share of a prefill's
+    time. The setting is for the whole process, in which at most 1 GB stays unused. False where the
+    C library is another one (musl, macOS).
+    """
+    try:
+        return all([ctypes.CDLL(None).mallopt(*wish) for wish in KEPT_MEMORY.items()])
+    except (AttributeError, OSError, TypeError):  # no such function; Windows: no such library
+        return False
+
+
+def return_freed_memory() -> None:
+    """To the system, once: a whole model's weights were freed, and no step will be so large."""
+    with suppress(AttributeError, OSError, TypeError):  # as in keep_freed_memory
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Zeroed memory of a CPU, in large pages where the system has them: for what is read in every
+    step. The system finds and zeroes a page when it is first touched, so a KV cache costs what its
+    used blocks take. device: "meta" for a tensor that has a size and no memory."""
+    size = torch.empty(shape, dtype=dtype, device="meta").nbytes
+    if torch.device(device).type == "meta" or not size:
+        return torch.empty(shape, dtype=dtype, device=device)
+    private = dict(flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if os.name == "posix" else {}
+    memory = mmap.mmap(-1, size, **private)
+    with suppress(AttributeError, OSError):  # no such advice, or no such pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # it keeps the mapping

@@ -26,19 +26,18 @@ from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.defaults import resolve
 from nanoserve.detokenizer import load_tokenizer
-from nanoserve.device import describe, fit_to_device, load_backend, pick_device
+from nanoserve.device import fit_dtype, fit_to_cache, pick_device
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
 from nanoserve.inputs import InputProcessor, Prompt, as_list, conversations, one_for_each
 from nanoserve.loader import find_model
-from nanoserve.memory import fit_to_cache
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.parallel import LAST_WORD, check_shares, serve_rank
 from nanoserve.processes import start_ranks, take_gpu
 from nanoserve.progress import prompts_bar, say
 from nanoserve.request import Request, RequestOutput
-from nanoserve.self_test import failing_functions
+from nanoserve.self_test import failing_functions, fit_kernels
 
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 EXTRAS = rules.list_of(AN_EXTRA, "a list of objects that inherit from Extra")
@@ -67,7 +66,7 @@ class LLM(LLMEngine):
         config, runner, num_blocks = self.start_runner(plan, asked.max_model_len)
         self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
         super().__init__(config, runner, num_blocks, self.inputs.process, extras)
-        say(describe(config, runner, num_blocks, plan.network, plan.notes))
+        say(self.describe(plan, num_blocks))
 
     def read_options(self, model: str | Path, options: dict) -> EngineConfig:
         """What was asked for, each field checked. Raises `ValueError`, `TypeError`."""
@@ -97,7 +96,9 @@ class LLM(LLMEngine):
         model = self.model_config
         config = resolve(asked, pick_device(asked.device), model, self.generates)
         take_gpu(config.num_ranks, config.device)
-        config, said = fit_to_device(config, asked, model)
+        config, said = fit_dtype(config, asked, model)
+        say(*said)
+        config, said = fit_kernels(config, asked)
         say(*said)
         check_shares(config.tensor_parallel_size, model.num_attention_heads,
                      model.num_key_value_heads)
@@ -117,8 +118,7 @@ class LLM(LLMEngine):
             num_drafts=max([extra.most_drafts for extra in drafters], default=0)))
         for extra in extras:
             plan = extra.prepare(plan)
-        backend = load_backend(plan.config.kernels)
-        names, said = failing_functions(plan.config, self.model_config, backend)
+        names, said = failing_functions(plan.config, self.model_config)
         say(*said)
         return replace(plan, parts=replace(plan.parts, replaced=names))
 
@@ -144,6 +144,14 @@ class LLM(LLMEngine):
             ranks.abort("the engine could not be made")
             raise
         return config, runner, num_blocks
+
+    def describe(self, plan: Plan, num_blocks: int) -> str:
+        """The line at the start: a slow path is never silent."""
+        config = self.config
+        graphs = "graphs" if self.runner.graphs else "no graphs"
+        return (f"{Path(config.model).name}: {self.model_config.architecture}, {config.device}, "
+                f"{config.dtype}, {config.kernels} kernels, {graphs}, a KV cache of {num_blocks:,} "
+                f"blocks of {config.block_size} tokens, max_model_len {config.max_model_len:,}")
 
     # ------------------------------------------------------ offline batches
 

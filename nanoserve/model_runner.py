@@ -33,11 +33,7 @@ from torch import nn
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
-from nanoserve.device import load_backend
-from nanoserve.graphs import CudaGraph, DecodeGraphs
-from nanoserve.layers import Placement
-from nanoserve.loader import Tensors, find_weights, load_dummy_weights, load_weights
-from nanoserve.memory import (
+from nanoserve.device import (
     count_kv_blocks,
     current,
     largest_step,
@@ -46,11 +42,14 @@ from nanoserve.memory import (
     take_device,
     zeros,
 )
+from nanoserve.graphs import CudaGraph, DecodeGraphs
+from nanoserve.layers import Placement
+from nanoserve.loader import Tensors, find_weights, load_dummy_weights, load_weights
 from nanoserve.model import Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import LAST_WORD, SOLO, Ranks, broadcast
 from nanoserve.sampler import SamplerOutput, SamplingInputs, choose_plain, sample
-from nanoserve.self_test import with_replaced
+from nanoserve.self_test import load_backend, with_replaced
 from nanoserve.sequence import Step
 
 

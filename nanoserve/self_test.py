@@ -1,16 +1,19 @@
-"""A backend is used after a self-test on the machine that it runs on.
+"""Which backend computes, and whether it is right on the machine that it runs on.
 
-The tests hold the backends against `ops` on their makers' machines. A user's GPU, driver or
-compiler is another, and what goes wrong there is mostly silent: fluent text from wrong numbers. So
-the first start compares, at the model's shapes and in its dtype:
+A backend may be missing: there is no compiler, no triton, or an old GPU. Then `ops`, the
+specification, takes its place where the user left the choice open.
+
+One that is there may still be wrong. The tests hold the backends against `ops` on their makers'
+machines. A user's GPU, driver or compiler is another, and what goes wrong there is mostly silent:
+fluent text from wrong numbers. So the first start compares, at the model's shapes and in its dtype:
 
     numbers ──┬──► a function of the backend ─┐
               └──► its namesake in `ops`  ───┴──► relative error below TOLERANCE, or it is replaced
 
-One that raises or differs is replaced by that of `ops`, *together with all that share its memory's
-layout*, or its check (`TOGETHER`), before anything is packed or allocated. A CUDA graph is replayed
-twice with other contents; where that is stale there are no graphs. The outcome is kept in the cache
-folder, by device, library, versions, dtype and shapes: later starts read a line.
+A function that raises or differs is replaced by that of `ops`, together with all that share a
+layout in memory with it, before anything is packed or allocated. A CUDA graph is replayed twice
+with other contents; where that is stale there are no graphs. The outcome is kept in the cache
+folder, by device, library, versions, dtype and shapes: later starts read a file.
 
 Invariant: each check gets the backend that it tries as an argument, and the graph's class, too:
 tests hand in broken ones. `nanoserve doctor` prints the same checks.
@@ -23,7 +26,9 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,28 +38,91 @@ from nanoserve import ops
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.build import cache_folder, digest
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.device import current, memory_for
 from nanoserve.graphs import CudaGraph
-from nanoserve.memory import current, memory_for
+from nanoserve.model_config import ModelConfig
 from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 
 # Of the norm of what is right: a rounding at the end, and one of each number on the way.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-# These share a layout in memory, or one check.
-TOGETHER = ({"new_cache", "norm_rope_store", "paged_attention"},
-            {"prepack", "linear", "embed", "experts"}, {"rms_norm", "add_rms_norm"},
-            {"argmax", "thresholds", "sample_tokens"})
-# The functions that a check calls, where it is not the one of its name.
-USES = {"rms_norm": ["rms_norm", "add_rms_norm"], "linear": ["prepack", "linear", "embed"],
-        "experts": ["prepack", "experts"],
-        "sample_tokens": ["argmax", "thresholds", "sample_tokens"],
-        "paged_attention": ["new_cache", "norm_rope_store", "paged_attention"]}
 WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
+EPS = 1e-6
 ROWS = (1, 9, 64)
 # (query_len, seq_len) of each row: a long one, whose keys are split; many; decodes beside others.
 CROWDS = {"1 row": [(1, 700)], "9 rows": [(1, n) for n in range(1, 80, 9)],
           "64 rows": [(1, 1 + n % 7) for n in range(64)],
           "drafts": [(1, 30), (5, 700), (2, 33)], "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
+Cases = Iterator[tuple[str, tuple]]  # a name, and what the call is given
 Compared = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # a name, a result, the right one
+
+
+# ------------------------------------------------------------- the backend is there
+
+
+def load_backend(kernels: str) -> ModuleType:
+    """`ops`, or the backend that `kernels` names. A backend is imported late, because it needs a
+    compiler, or triton, which exists for Linux only. Raises `ImportError` where this is missing."""
+    if kernels == "triton":
+        from nanoserve import triton_attention
+        return triton_attention
+    if kernels == "cpu":
+        from nanoserve import cpu
+        return cpu
+    return ops
+
+
+def fit_kernels(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConfig, list[str]]:
+    """A config whose kernels can run here, and a sentence if they are others than wanted. config:
+    resolved. Raises `ValueError` where the user asked for what can't run."""
+    reason, instead = what_is_missing(config)
+    if not reason:
+        return config, []
+    if asked.kernels != "auto":
+        raise ValueError(f"kernels={asked.kernels!r}, but {reason}: install what is missing, or "
+                         f"use kernels={instead!r}")
+    return replace(config, kernels=instead), [
+        f"{shorten(reason, 500)}. kernels={instead!r} takes its place, which is slower"]
+
+
+def what_is_missing(config: EngineConfig) -> tuple[str, str]:
+    """Why `config.kernels` can't run here, "" if they can; and what can."""
+    if config.kernels == "cpu" and config.on_gpu:
+        return "these kernels are for CPUs and the device is a GPU", "triton"
+    try:
+        backend = load_backend(config.kernels)
+    except ImportError as error:
+        return str(error), "torch"
+    if config.kernels != "triton":
+        return "", ""
+    if not config.on_gpu:
+        return "" if backend.INTERPRETED else (
+            "there is no GPU (the environment variable TRITON_INTERPRET=1, set from the start, "
+            "runs them slowly in Python)"), "cpu"
+    if backend.INTERPRETED:
+        return ("TRITON_INTERPRET is set, with which kernels run in Python and not on the GPU "
+                "(unset it)"), "torch"
+    if torch.cuda.get_device_capability(config.device) < (7, 5):
+        name = torch.cuda.get_device_name(config.device)
+        return f"{name} is older than compute capability 7.5", "torch"
+    return first_kernel(backend, config.device), "torch"
+
+
+def first_kernel(backend: ModuleType, device: str) -> str:
+    """Launch and compare one tiny kernel: Triton builds its launcher at the first launch, which
+    takes more than an import. Returns why that fails, or ""."""
+    x, weight = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 2, 32)
+    try:
+        with torch.cuda.device(device):
+            got = backend.rms_norm(x.to(device), weight.to(device), EPS).cpu()
+    except Exception as error:  # a compiler's, Triton's or the driver's
+        return (f"Triton can't launch a kernel ({type(error).__name__}: {error!s:.200}; it needs a "
+                "C compiler and Python's headers)")
+    if not torch.allclose(got, ops.rms_norm(x, weight, EPS), atol=1e-5):
+        return "Triton's first kernel gives wrong numbers here (another version may not)"
+    return ""
+
+
+# ------------------------------------------------------------------ the backend is right
 
 
 class Shapes(NamedTuple):
@@ -73,9 +141,9 @@ class Shapes(NamedTuple):
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: EngineConfig, model: Any) -> "Shapes":
-        """config: resolved; model: its `ModelConfig`, without an activation for a network of
-        transformers'. RoPE turns pairs: an odd head is tried as the next even one."""
+    def of(cls, config: EngineConfig, model: ModelConfig) -> "Shapes":
+        """config: resolved. model: without an activation for a network of transformers'. RoPE turns
+        pairs: an odd head is tried as the next even one."""
         return cls(getattr(torch, config.dtype), model.hidden_size,
                    model.head_dim + model.head_dim % 2,
                    model.num_attention_heads // model.num_key_value_heads, config.block_size,
@@ -84,16 +152,15 @@ class Shapes(NamedTuple):
                    tuple(sorted(set(model.windows), key=str)), model.attention_softcap)
 
 
-def failing_functions(config: EngineConfig, model: Any,
-              backend: ModuleType) -> tuple[tuple[str, ...], list[str]]:
+def failing_functions(config: EngineConfig,
+                      model: ModelConfig) -> tuple[tuple[str, ...], list[str]]:
     """The functions that `ops` has to take over in this engine, "graph" for CUDA graphs among them,
     and a sentence if there are any. Raises `ValueError` if a kernel has broken the device."""
-    device = torch.device(config.device)
-    interpreted = device.type == "cpu" and config.kernels == "triton"
-    if backend is ops or interpreted:
+    interpreted = config.kernels == "triton" and not config.on_gpu
+    if config.kernels == "torch" or interpreted:
         return (), []
-    shapes = Shapes.of(config, model)
-    found = wrong_functions(backend, shapes, device)
+    backend, shapes = load_backend(config.kernels), Shapes.of(config, model)
+    found = wrong_functions(backend, shapes, torch.device(config.device))
     report = "Please report this, with what nanoserve doctor prints"
     longest = config.max_model_len or model.max_position_embeddings
     if not sees_as_backends(shapes.windows, longest):
@@ -111,22 +178,47 @@ def failing_functions(config: EngineConfig, model: Any,
 def wrong_functions(backend: ModuleType, shapes: Shapes, device: torch.device) -> dict[str, str]:
     """What is wrong with a function, by its name; tried once on a machine, and remembered. Raises
     `ValueError` if a kernel has broken the device."""
-    folder = cache_folder()
     key = digest(repr((shapes, machine_of(backend, device))).encode())
-    found = remembered(folder).get(key)
+    found = remembered(key)
     if found is not None:
         return found
     with current(device):
         with memory_for("a trial of the kernels: end other programs that use the memory"):
             tried = trials(backend, shapes, device)
         found = {name: error for name, (_, error) in tried.items() if error}
-        remember(folder, remembered(folder) | {key: found})  # another may have written
+        remember(key, found)
         try:
             torch.zeros(1, device=device).item()
         except RuntimeError as error:
             raise ValueError(f"a kernel has broken the state of the GPU ({found}): start "
                              "again, which leaves it out, or with kernels='torch'") from error
     return found
+
+
+def machine_of(backend: ModuleType, device: torch.device) -> tuple:
+    """Whatever may make a function right on one machine and wrong on another."""
+    if device.type == "cpu":  # the file's name has the CPU's features, the compiler, and a digest
+        return torch.__version__, backend.COMPILED._name
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return (torch.__version__, backend.triton.__version__, torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device), torch.version.cuda,
+            digest(b"".join(path.read_bytes() for path in sources)))
+
+
+def remembered(key: str) -> dict[str, str] | None:
+    """What was found wrong here; None where nothing can be read."""
+    with suppress(OSError, ValueError, TypeError):  # no such file, damaged, no folder
+        return json.loads(Path(cache_folder(), f"self-test-{key}.json").read_text())
+    return None
+
+
+def remember(key: str, found: dict[str, str]) -> None:
+    """A folder that can't be written to is no error: the next start tries again."""
+    with suppress(OSError, TypeError):
+        path = Path(cache_folder(), f"self-test-{key}.json")
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(found))
+        new.replace(path)
 
 
 def sees_as_backends(windows: tuple[int | None, ...], max_model_len: int) -> bool:
@@ -140,34 +232,42 @@ def sees_as_backends(windows: tuple[int | None, ...], max_model_len: int) -> boo
         for window in windows for last in (queries, queries + 5))
 
 
+def replaced(found: Iterable[str], backend: ModuleType) -> tuple[str, ...]:
+    """All that has to go with what was found to be wrong. Nothing goes for a function that the
+    backend has from `ops`, such as a GPU's products."""
+    names = {"graph"} & set(found)
+    for name in {*found} & set(CHECKS):
+        uses = CHECKS[name].uses
+        if any(getattr(backend, one) is not getattr(ops, one) for one in uses):
+            names |= uses
+    for check in CHECKS.values():  # one function packs what several read
+        if names & check.uses:
+            names |= check.uses
+    return tuple(sorted(names | ({"graph"} if names & WAITS else set())))
+
+
 def with_replaced(backend: ModuleType, names: tuple[str, ...]) -> ModuleType | SimpleNamespace:
     """The backend with these functions of `ops`."""
     return backend if not names else SimpleNamespace(**vars(backend) | {
         name: getattr(ops, name) for name in names if name in ops.__all__})
 
 
-def replaced(found: dict[str, str], backend: ModuleType) -> tuple[str, ...]:
-    """All that has to go with what was found to be wrong. Nothing goes for a function that the
-    backend has from `ops`, such as a GPU's products."""
-    own = {name for name in found if any(
-        vars(backend).get(used) is not vars(ops).get(used, backend)
-        for used in USES.get(name, [name]))}
-    names = own.union(*(group for group in TOGETHER if group & own))
-    return tuple(sorted(names | ({"graph"} if names & WAITS else set())))
+# ------------------------------------------------------------------- the comparison
 
 
 def trials(backend: ModuleType, shapes: Shapes, device: torch.device,
            graph_class: type = CudaGraph) -> dict[str, tuple[float, str]]:
     """By function: its largest relative error, and a sentence if that is too large. Raises what
     says that memory ran out, which is no fault of a function: nothing may be remembered then."""
-    checks = dict(CHECKS)
+    given = backend, shapes, device
+    tried = {name: results(check, *given) for name, check in CHECKS.items()}
     if device.type == "cuda" or graph_class is not CudaGraph:
-        checks["graph"] = lambda *given: check_graph(*given, graph_class)
+        tried["graph"] = replays(*given, graph_class)
     tolerance = max(TOLERANCE[shapes.dtype], 6e-3 * shapes.is_int8)  # one step of an int8 more
     found = {}
-    for name, check in checks.items():
+    for name, compared in tried.items():
         try:
-            found[name] = compare(name, check(backend, shapes, device), tolerance)
+            found[name] = compare(name, compared, tolerance)
         except Exception as raised:  # a compiler's, Triton's or the driver's
             if isinstance(raised, MemoryError) or "out of memory" in str(raised):
                 raise
@@ -175,12 +275,11 @@ def trials(backend: ModuleType, shapes: Shapes, device: torch.device,
     return found
 
 
-def compare(name: str, results: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
-            tolerance: float) -> tuple[float, str]:
+def compare(name: str, compared: Compared, tolerance: float) -> tuple[float, str]:
     """The largest relative error of a function's results, and a sentence on the first that is too
-    large. results: what was computed, the result, and what it should be."""
+    large."""
     worst, error = 0.0, ""
-    for what, got, expected in results:
+    for what, got, expected in compared:
         expected = expected.double()
         apart = float((got.double() - expected).norm() / expected.norm().clamp(min=1e-30))
         worst = max(worst, apart)
@@ -189,111 +288,27 @@ def compare(name: str, results: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
     return worst, error
 
 
-# ------------------------------------------------------------- the outcome is kept
+class Check(NamedTuple):
+    """How a function is tried. cases: (shapes, device), gives what the call is given, by a name.
+    call: gives the results of a backend, which is its first argument. uses: the functions that the
+    call calls."""
+
+    cases: Callable[..., Cases]
+    call: Callable[..., Iterable[torch.Tensor]]
+    uses: set[str]
 
 
-def machine_of(backend: ModuleType, device: torch.device) -> tuple:
-    """Whatever may make a function right on one machine and wrong on another."""
-    if device.type == "cpu":  # the file's name has the CPU's features, the compiler, and a digest
-        return torch.__version__, backend.COMPILED._name
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    return (torch.__version__, backend.triton.__version__, torch.cuda.get_device_name(device),
-            torch.cuda.get_device_capability(device), torch.version.cuda,
-            digest(b"".join(path.read_bytes() for path in sources)))
+def results(check: Check, backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+    """`ops` gets the same numbers in float32."""
+    for what, given in check.cases(shapes, device):
+        in_float32 = [one.float() if isinstance(one, torch.Tensor) and one.is_floating_point()
+                      else one for one in given]
+        pairs = zip(check.call(backend, *given), check.call(ops, *in_float32), strict=True)
+        yield from ((what, got, expected) for got, expected in pairs)
 
 
-def remembered(folder: Path | None) -> dict[str, dict[str, str]]:
-    """By machine and shapes what was wrong. Nothing where nothing can be read."""
-    with suppress(OSError, ValueError, TypeError):
-        return dict(json.loads(Path(folder, "trials.json").read_text()))
-    return {}
-
-
-def remember(folder: Path | None, known: dict[str, dict[str, str]]) -> None:
-    """A folder that can't be written to is no error: the next start tries again."""
-    with suppress(OSError, TypeError):
-        path = Path(folder, f"trials-{os.getpid()}.new")
-        path.write_text(json.dumps(known, indent=1))
-        path.replace(Path(folder, "trials.json"))
-
-
-# ---------------------------------------------------------------------- the checks
-
-
-def numbers(shapes: Shapes, device: torch.device, *sizes: int) -> torch.Tensor:
-    drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
-    return drawn.to(device, shapes.dtype)
-
-
-def check_norms(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
-    weight = numbers(shapes, device, shapes.hidden_size).float()
-    for rows in ROWS:
-        x, residual = (numbers(shapes, device, rows, shapes.hidden_size) * k for k in (1, 2))
-        got, expected = ([space.rms_norm(x, weight, 1e-6), *space.add_rms_norm(
-            x, residual, weight, 1e-6)] for space in (backend, ops))
-        yield f"a batch of {rows}", torch.stack(got), torch.stack(expected)
-
-
-def check_gates(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
-    for rows in ROWS:
-        x = numbers(shapes, device, rows, 2 * 136)
-        yield (f"a batch of {rows}", backend.act_and_mul(x, shapes.activation),
-               ops.act_and_mul(x.float(), shapes.activation))
-
-
-def check_products(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
-    weight, bias = numbers(shapes, device, 136, shapes.hidden_size), numbers(shapes, device, 136)
-    packed = backend.prepack(weight)
-    for rows in ROWS:
-        x = numbers(shapes, device, rows, shapes.hidden_size)
-        yield (f"a batch of {rows}", backend.linear(x, packed, bias),
-               ops.linear(x.float(), weight.float(), bias.float()))
-        yield (f"logits of {rows}", backend.linear(x, packed, None, torch.float32),
-               ops.linear(x.float(), weight.float()))
-    yield "rows", backend.embed(torch.arange(136, device=device).flip(0), packed), weight.flip(0)
-
-
-def check_experts(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
-    count, size = shapes.num_experts, shapes.hidden_size
-    both = numbers(shapes, device, count, 2 * 72, size) * size ** -0.5
-    down = numbers(shapes, device, count, size, 72) / 8
-    packed = [backend.prepack(weight) for weight in (both, down)] if count else []
-    for rows in ROWS if count else ():
-        x = numbers(shapes, device, rows, size)
-        chosen = numbers(shapes, device, rows, count).float().softmax(-1).topk(min(count, 2))
-        yield (f"a batch of {rows}", backend.experts(x, *chosen, *packed, 0, shapes.activation),
-               ops.experts(x.float(), *chosen, both.float(), down.float(), 0, shapes.activation))
-
-
-def check_attention(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
-    """And `norm_rope_store`, whose keys and values it reads."""
-    for what, rows in CROWDS.items():
-        crowd = Crowd(shapes, device, rows)
-        for window in shapes.windows:
-            got, expected = crowd.attend(backend, window), crowd.attend(ops, window)
-            yield f"{what}, window {window}", got, expected
-
-
-def check_sampling(backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
-    """Which tokens filters leave, and how often each of four is drawn."""
-    rows, order = 200, torch.Generator().manual_seed(0)
-    logits = torch.stack([torch.randperm(200, generator=order) for _ in range(rows)])
-    logits = (logits / 8).to(device, shapes.dtype)  # exact in every dtype
-    heat, top_p, min_p = (torch.full((rows,), x, device=device) for x in (0.5, 0.9, 1e-3))
-    top_k = torch.arange(rows, device=device).int() % 40
-    yield "argmax", backend.argmax(logits), ops.argmax(logits)
-    yield "filters", *(torch.stack(space.thresholds(logits, heat, top_k, top_p, min_p))
-                       for space in (backend, ops))
-    few, many = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device), torch.arange(1000, device=device)
-    logits, heat = few.to(shapes.dtype).repeat(1000, 1), torch.full_like(many, 2).float()
-    drawn = backend.sample_tokens(logits, heat, many * 7919, many)
-    share, expected = torch.bincount(drawn, minlength=4) / 1000, (few / 2).softmax(-1)
-    # A backend draws in its own way: 0.1 is some six standard deviations of a share.
-    yield "shares", share.where((share - expected).abs().max() > 0.1, expected), expected
-
-
-def check_graph(backend: ModuleType, shapes: Shapes, device: torch.device,
-                graph_class: type) -> Compared:
+def replays(backend: ModuleType, shapes: Shapes, device: torch.device,
+            graph_class: type) -> Compared:
     """Recorded once, replayed twice, each time with other contents at the same addresses."""
     crowd = Crowd(shapes, device, [(1, 30)] * 4)
     weight = backend.prepack(numbers(shapes, device, 136, 2 * shapes.group * shapes.head_dim))
@@ -310,9 +325,92 @@ def check_graph(backend: ModuleType, shapes: Shapes, device: torch.device,
         yield f"contents {factor}", recording.replay().clone(), step()
 
 
-CHECKS: dict[str, Callable[..., Compared]] = {
-    "rms_norm": check_norms, "act_and_mul": check_gates, "linear": check_products,
-    "experts": check_experts, "paged_attention": check_attention, "sample_tokens": check_sampling}
+# ------------------------------------------------------------- what each function is given
+
+
+def numbers(shapes: Shapes, device: torch.device, *sizes: int) -> torch.Tensor:
+    drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+    return drawn.to(device, shapes.dtype)
+
+
+def norms(shapes: Shapes, device: torch.device) -> Cases:
+    weight = numbers(shapes, device, shapes.hidden_size).float()
+    for rows in ROWS:
+        x = numbers(shapes, device, rows, shapes.hidden_size)
+        yield f"a batch of {rows}", (x, 2 * x, weight)
+
+
+def gates(shapes: Shapes, device: torch.device) -> Cases:
+    for rows in ROWS:
+        yield f"a batch of {rows}", (numbers(shapes, device, rows, 2 * 136), shapes.activation)
+
+
+def products(shapes: Shapes, device: torch.device) -> Cases:
+    weight, bias = numbers(shapes, device, 136, shapes.hidden_size), numbers(shapes, device, 136)
+    for rows in ROWS:
+        x = numbers(shapes, device, rows, shapes.hidden_size)
+        yield f"a batch of {rows}", (x, weight, bias)
+
+
+def rows_of_a_matrix(shapes: Shapes, device: torch.device) -> Cases:
+    ids = torch.arange(136, device=device).flip(0)
+    yield "rows", (ids, numbers(shapes, device, 136, shapes.hidden_size))
+
+
+def mixtures(shapes: Shapes, device: torch.device) -> Cases:
+    count, size = shapes.num_experts, shapes.hidden_size
+    if not count:
+        return
+    gate_up = numbers(shapes, device, count, 2 * 72, size) * size ** -0.5
+    down = numbers(shapes, device, count, size, 72) / 8
+    for rows in ROWS:
+        scores = numbers(shapes, device, rows, count).float().softmax(-1)
+        weights, ids = scores.topk(min(count, 2))
+        yield f"a batch of {rows}", (numbers(shapes, device, rows, size), weights, ids, gate_up,
+                                     down, shapes.activation)
+
+
+def crowds(shapes: Shapes, device: torch.device) -> Cases:
+    for what, rows in CROWDS.items():
+        crowd = Crowd(shapes, device, rows)
+        for window in shapes.windows:
+            yield f"{what}, window {window}", (crowd, window)
+
+
+def many_logits(shapes: Shapes, device: torch.device) -> Cases:
+    order = torch.Generator().manual_seed(0)
+    logits = torch.stack([torch.randperm(200, generator=order) for _ in range(200)])
+    yield "200 rows", ((logits / 8).to(device, shapes.dtype),)  # exact in every dtype
+
+
+def filters(shapes: Shapes, device: torch.device) -> Cases:
+    for what, (logits,) in many_logits(shapes, device):
+        heat, top_p, min_p = (torch.full((len(logits),), x, device=device)
+                              for x in (0.5, 0.9, 1e-3))
+        top_k = torch.arange(len(logits), device=device).int() % 40
+        yield what, (logits, heat, top_k, top_p, min_p)
+
+
+def draws(shapes: Shapes, device: torch.device) -> Cases:
+    count = torch.arange(1000, device=device)
+    logits = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device, dtype=shapes.dtype)
+    yield "shares", (logits.repeat(1000, 1), torch.full_like(count, 2).float(), count * 7919, count)
+
+
+def share_of_each(backend: Any, logits: torch.Tensor, temperature: torch.Tensor,
+                  seeds: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    """A backend draws in its own way: 0.1 is some six standard deviations of a share, and counts as
+    none."""
+    drawn = backend.sample_tokens(logits, temperature, seeds, positions)
+    share = torch.bincount(drawn, minlength=logits.shape[1]) / len(drawn)
+    exact = (logits[0].float() / temperature[0]).softmax(-1)
+    return [share if (share - exact).abs().max() > 0.1 else exact]
+
+
+def mixed(backend: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+          gate_up: torch.Tensor, down: torch.Tensor, activation: str) -> list[torch.Tensor]:
+    packed = backend.prepack(gate_up), backend.prepack(down)
+    return [backend.experts(x, weights, ids, *packed, 0, activation)]
 
 
 class Crowd:
@@ -320,52 +418,65 @@ class Crowd:
 
     def __init__(self, shapes: Shapes, device: torch.device, rows: list[tuple[int, int]]):
         self.shapes, self.device, self.num_blocks = shapes, device, 0
-        before, step = Step(0), Step(0)
-        for row, (query_len, seq_len) in enumerate(rows):
-            seq = self.sequence(row, seq_len)
-            before.num_new_tokens[seq], step.num_new_tokens[seq] = seq_len, query_len
-            before.starts.append(0)
-            step.starts.append(seq_len - query_len)
-        self.before, self.batch = self.build(before), self.build(step)
-        self.past, self.qkv = self.random_qkv(self.before), self.random_qkv(self.batch)
+        self.before, self.batch = self.build([(n, n) for _, n in rows]), self.build(rows)
+        heads = 2 * (shapes.group + 2)
+        self.past, self.qkv = (numbers(shapes, device, one.num_tokens, heads, shapes.head_dim)
+                               for one in (self.before, self.batch))
         self.weight = numbers(shapes, device, shapes.head_dim).float() if shapes.qk_norm else None
 
-    def sequence(self, row: int, seq_len: int) -> Sequence:
-        """Its blocks lie backwards in memory."""
-        end = self.num_blocks + -(-seq_len // self.shapes.block_size)
-        blocks, self.num_blocks = list(range(self.num_blocks, end)), end
-        request = CoreRequest(str(row), SamplingParams())
-        return Sequence(request, [0] * seq_len, row=row, block_table=blocks[::-1])
-
-    def build(self, step: Step) -> Batch:
-        lengths = [len(seq.token_ids) for seq in step.num_new_tokens]
-        builder = BatchBuilder(len(lengths), sum(lengths), max(lengths), self.shapes.block_size,
-                               self.device)
+    def build(self, rows: list[tuple[int, int]]) -> Batch:
+        """Each row's blocks lie backwards in memory."""
+        step, end, block_size = Step(0), 0, self.shapes.block_size
+        for row, (query_len, seq_len) in enumerate(rows):
+            start, end = end, end + -(-seq_len // block_size)
+            seq = Sequence(CoreRequest(str(row), SamplingParams()), [0] * seq_len, row=row,
+                           block_table=[*range(start, end)][::-1])
+            step.num_new_tokens[seq] = query_len
+            step.starts.append(seq_len - query_len)
+        self.num_blocks = end
+        lengths = [seq_len for _, seq_len in rows]
+        builder = BatchBuilder(len(rows), sum(lengths), max(lengths), block_size, self.device)
         return builder.build(step)
 
-    def random_qkv(self, batch: Batch) -> torch.Tensor:
-        heads = 2 * (self.shapes.group + 2)
-        return numbers(self.shapes, self.device, batch.num_tokens, heads, self.shapes.head_dim)
+    def attend(self, backend: Any, window: int | None) -> list[torch.Tensor]:
+        return [self.step(backend, self.caches(backend), window)]
 
-    def attend(self, space: Any, window: int | None) -> torch.Tensor:
-        return self.step(space, self.caches(space), window)
-
-    def caches(self, space: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def caches(self, backend: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """With all keys and values, also those that a step then writes anew."""
         dtype = torch.int8 if self.shapes.is_int8 else self.shapes.dtype
-        caches = space.new_cache(self.num_blocks, self.shapes.block_size, 2, self.shapes.head_dim,
-                                 dtype, self.device)
-        self.store(space, self.past, self.before, caches)
+        caches = backend.new_cache(self.num_blocks, self.shapes.block_size, 2,
+                                   self.shapes.head_dim, dtype, self.device)
+        self.store(backend, self.past, self.before, caches)
         return caches
 
-    def step(self, space: Any, caches: tuple, window: int | None = None) -> torch.Tensor:
-        q = self.store(space, self.qkv, self.batch, caches)
-        return space.paged_attention(q, *caches, self.batch, self.shapes.head_dim ** -0.5, window,
-                                     self.shapes.softcap)
+    def step(self, backend: Any, caches: tuple, window: int | None = None) -> torch.Tensor:
+        q = self.store(backend, self.qkv, self.batch, caches)
+        return backend.paged_attention(q, *caches, self.batch, self.shapes.head_dim ** -0.5,
+                                       window, self.shapes.softcap)
 
-    def store(self, space: Any, qkv: torch.Tensor, batch: Batch, caches: tuple) -> torch.Tensor:
+    def store(self, backend: Any, qkv: torch.Tensor, batch: Batch, caches: tuple) -> torch.Tensor:
         size = self.shapes.head_dim
         frequencies = 1e4 ** (-torch.arange(0, size, 2, device=self.device) / size)
         angles = (batch.positions[:, None] * frequencies).repeat(1, 2)
-        return space.norm_rope_store(qkv, self.weight, self.weight, 1e-6, angles.cos(),
-                                     angles.sin(), *caches, batch.slot_mapping)
+        return backend.norm_rope_store(qkv, self.weight, self.weight, EPS, angles.cos(),
+                                       angles.sin(), *caches, batch.slot_mapping)
+
+
+CHECKS = {
+    "rms_norm": Check(norms, lambda backend, x, residual, weight: [
+        backend.rms_norm(x, weight, EPS), *backend.add_rms_norm(x, residual, weight, EPS)],
+        {"rms_norm", "add_rms_norm"}),
+    "act_and_mul": Check(gates, lambda backend, x, activation: [
+        backend.act_and_mul(x, activation)], {"act_and_mul"}),
+    "linear": Check(products, lambda backend, x, weight, bias: [
+        backend.linear(x, backend.prepack(weight), bias),
+        backend.linear(x, backend.prepack(weight), None, torch.float32)], {"prepack", "linear"}),
+    "embed": Check(rows_of_a_matrix, lambda backend, ids, weight: [
+        backend.embed(ids, backend.prepack(weight))], {"prepack", "embed"}),
+    "experts": Check(mixtures, mixed, {"prepack", "experts"}),
+    "paged_attention": Check(crowds, lambda backend, crowd, window: crowd.attend(backend, window),
+                             {"new_cache", "norm_rope_store", "paged_attention"}),
+    "argmax": Check(many_logits, lambda backend, logits: [backend.argmax(logits)], {"argmax"}),
+    "thresholds": Check(filters, lambda backend, *given: backend.thresholds(*given),
+                        {"thresholds"}),
+    "sample_tokens": Check(draws, share_of_each, {"argmax", "thresholds", "sample_tokens"})}

@@ -79,11 +79,7 @@ def remember_trials() -> None:
     """As on a machine on which each model of the tests has been started before, and was right."""
     from nanoserve import self_test as trial
 
-    class Passed(dict):
-        def get(self, key):
-            return {}
-
-    trial.remembered = wraps(trial.remembered)(lambda folder: Passed())
+    trial.remembered = wraps(trial.remembered)(lambda key: {})
 
 
 def pytest_runtest_setup(item):

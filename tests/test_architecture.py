@@ -34,14 +34,14 @@ MAY_IMPORT = {
     "batch": ["sequence"],
     "ops": ["batch", "sequence"],
     "build": [],
-    "memory": ["config", "sequence"],
-    "cpu": ["batch", "ops", "build", "memory"],
+    "device": ["config", "model_config", "sequence"],
+    "cpu": ["batch", "ops", "build", "device"],
     "triton_fused": [],
     "triton_sampling": ["ops", "triton_fused"],
     "triton_attention": ["batch", "ops", "triton_fused", "triton_sampling"],
     "graphs": ["batch", "sequence"],
-    "self_test": ["batch", "build", "config", "graphs", "memory", "ops", "sequence"],
-    "device": ["config", "cpu", "model_config", "ops", "triton_attention"],
+    "self_test": ["batch", "build", "config", "cpu", "device", "graphs", "model_config", "ops",
+                  "sequence", "triton_attention"],
     "parallel": [],
     "processes": ["parallel", "turns"],
     "loader": ["model_config"],
@@ -50,18 +50,17 @@ MAY_IMPORT = {
     "controls": ["sequence"],
     "sampler": ["sequence", "batch", "controls"],
     "model_runner": ["batch", "config", "controls", "device", "graphs", "layers", "loader",
-                     "memory", "model", "model_config", "parallel", "sampler", "self_test",
-                     "sequence"],
+                     "model", "model_config", "parallel", "sampler", "self_test", "sequence"],
     "engine": ["config", "detokenizer", "hooks", "inputs", "model_config",
                "model_runner", "progress", "request", "rules", "scheduler", "sequence",
                "turns"],
     "llm": ["config", "defaults", "detokenizer", "device", "engine", "hooks", "inputs", "loader",
-            "memory", "model_config", "model_runner", "parallel", "processes", "progress",
+            "model_config", "model_runner", "parallel", "processes", "progress",
             "request", "rules", "self_test"],
 }
 BOTTOM_UP = [*MAY_IMPORT]
 # Late, inside a function, because only who asks for it needs it.
-LATE = {"device": ["triton_attention", "cpu"]}
+LATE = {"self_test": ["triton_attention", "cpu"]}
 # Bottom up: an idea may import the engine, and of other ideas those in its row.
 IDEAS = {
     "base": [],  # what all of them share

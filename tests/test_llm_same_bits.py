@@ -10,7 +10,7 @@ import random
 import pytest
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.device import load_backend
+from nanoserve.self_test import load_backend
 
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
 # In each mode: the checkpoint, its options, and those that only the crowd has.

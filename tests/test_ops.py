@@ -18,8 +18,8 @@ from quick_interpreter import quick_interpreter  # noqa: F401
 
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import KERNELS, SamplingParams
-from nanoserve.device import load_backend
 from nanoserve.graphs import Size
+from nanoserve.self_test import load_backend
 from nanoserve.sequence import Step
 
 NAMES = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", "thresholds",

@@ -22,8 +22,8 @@ from plain_sampling import assert_distributed, reference_probs
 
 from nanoserve import ops
 from nanoserve.config import SamplingParams
-from nanoserve.device import load_backend
 from nanoserve.sampler import SamplingInputs, put
+from nanoserve.self_test import load_backend
 from nanoserve.sequence import Sequence
 
 MASK = 2 ** 64 - 1

@@ -4,6 +4,7 @@
     read_options               the options of all extras, and vLLM's words
     read_checkpoint            GGUF files, transformers' networks; options become extras
     settle, check_added        facts: what goes with what (facts.py)
+    describe                   the line at the start in full (start_up.py)
     generate, chat, stream     vLLM's keywords, a summary
     get_metrics                what the engine did, in numbers (metrics.py)
     __getattr__                the methods of extras, and vLLM's that are missing
@@ -20,16 +21,18 @@ from typing import TypeVar
 from nanoserve import llm as plain
 from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Tokenizer
-from nanoserve.device import pick_device
+from nanoserve.engine import Plan
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.request import Request, RequestOutput
 from nanoserve_extras import METHODS, choose, method_of
 from nanoserve_extras.base.checkpoint import find_folder, tokenizer_folder
+from nanoserve_extras.base.device import pick_device, say_why_unused
 from nanoserve_extras.base.facts import Fact, check_added, facts_of, own_parts
 from nanoserve_extras.base.inputs import Inputs, Prompt
 from nanoserve_extras.base.metrics import EngineMetrics, Metric
 from nanoserve_extras.base.sampling_params import SamplingParams
+from nanoserve_extras.base.start_up import describe
 from nanoserve_extras.base.summary import summary
 from nanoserve_extras.base.vllm import missing_method, takes_vllms_words
 from nanoserve_extras.engine_args import EngineArgs
@@ -58,7 +61,9 @@ class LLM(plain.LLM):
         folder = find_folder(model, quantization=asked.quantization, revision=asked.revision,
                              weights=asked.load_format != "dummy", code=asked.trust_remote_code)
         config, self.model_config, extras = choose(asked, folder, given)
-        self.parts = own_parts(config, pick_device(config.device))
+        say_why_unused(config.device)
+        config = replace(config, device=pick_device(config.device))
+        self.parts = own_parts(config, config.device)
         self.facts = facts_of([*self.parts, *extras])
         self.generates = Fact.GENERATES in self.facts
         self.metrics = EngineMetrics()
@@ -70,6 +75,9 @@ class LLM(plain.LLM):
     def settle(self, asked: EngineConfig) -> EngineConfig:
         has_graphs = Fact.GRAPHS in self.facts
         return super().settle(replace(asked, enforce_eager=asked.enforce_eager or not has_graphs))
+
+    def describe(self, plan: Plan, num_blocks: int) -> str:
+        return describe(plan, self.config, self.runner, num_blocks)
 
     def check_added(self, extra: Extra) -> None:
         super().check_added(extra)

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from nanoserve.memory import free_cpu_memory
+from nanoserve.device import free_cpu_memory
 from nanoserve.model import KVCache
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import Ranks

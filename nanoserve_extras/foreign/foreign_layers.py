@@ -29,9 +29,9 @@ from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve import ops
+from nanoserve.device import return_freed_memory
 from nanoserve.layers import Linear, Placement
 from nanoserve.loader import translated
-from nanoserve.memory import return_freed_memory
 from nanoserve.parallel import Slice
 from nanoserve.progress import say
 from nanoserve_extras.foreign.foreign_weights import EXPERTS, towers_of

@@ -34,9 +34,9 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
+from nanoserve.device import return_freed_memory
 from nanoserve.layers import Placement
 from nanoserve.loader import Tensors
-from nanoserve.memory import return_freed_memory
 from nanoserve.model import KVCache, Pair, fit_8_bits
 from nanoserve.model_config import Rope, read_dtype
 from nanoserve.sequence import visible

@@ -36,9 +36,9 @@ import torch.nn.functional as F
 
 from nanoserve import ops
 from nanoserve.build import functions_of, load
+from nanoserve.device import return_freed_memory
+from nanoserve.device import zeros as mapped_zeros
 from nanoserve.layers import Embedding, Linear, Placement, Slice, Tensors
-from nanoserve.memory import return_freed_memory
-from nanoserve.memory import zeros as mapped_zeros
 from nanoserve.parallel import copy_share
 
 LARGEST = 127  # -128 is not used: a matrix and its negative are rounded alike

@@ -37,15 +37,10 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
+from nanoserve.device import MIN_CACHE_TOKENS, cpu_budget, memory_for, return_freed_memory
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import Extra
 from nanoserve.layers import Linear
-from nanoserve.memory import (
-    MIN_CACHE_TOKENS,
-    free_memory,
-    memory_for,
-    return_freed_memory,
-)
 from nanoserve.model import KVCache
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import HEAD
@@ -484,6 +479,14 @@ class Recurrent(Extra):
 def copy_states(runner: ModelRunner, head: torch.Tensor) -> None:
     """On every rank. head: COPY, how many pairs, and these."""
     runner.model.copy(head[2:2 + 2 * int(head[1])].view(-1, 2).tolist())
+
+
+def free_memory(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that are left once the weights are there, for all that a sequence keeps."""
+    if device.type != "cuda":
+        return cpu_budget(1)[0]
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1 - config.gpu_memory_utilization) * total)
 
 
 def size_of(num_bytes: int) -> str:

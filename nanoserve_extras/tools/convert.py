@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import nanoserve
 from nanoserve.build import cache_folder, digest
-from nanoserve.memory import free_cpu_memory, return_freed_memory
+from nanoserve.device import free_cpu_memory, return_freed_memory
 from nanoserve.progress import say
 from nanoserve_extras import choose
 from nanoserve_extras.engine_args import EngineArgs

@@ -31,11 +31,12 @@ from nanoserve import build
 from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
 from nanoserve.defaults import resolve
-from nanoserve.device import fit_to_device, load_backend, pick_device, why_unusable
+from nanoserve.device import current, fit_dtype, free_cpu_memory
 from nanoserve.llm import BUNDLED_MODEL
-from nanoserve.memory import current, free_cpu_memory
+from nanoserve.self_test import fit_kernels, load_backend
 from nanoserve_extras import choose
 from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.device import pick_device, why_unusable
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.quantization.quantization import kind_of_weight
 from nanoserve_extras.quantization.quantized_linear import GROUP, round_groups, round_rows
@@ -59,11 +60,12 @@ def main(argv: list[str] | None = None) -> int:
         folder = find_folder(args.model, weights=False)
         asked, model, _ = choose(asked, folder)
         config = resolve(asked, pick_device(asked.device), model)
-        config, said = fit_to_device(config, asked, model)
+        config, said = fit_dtype(config, asked, model)
+        config, more = fit_kernels(config, asked)
     except ValueError as error:
         print(f"nanoserve doctor: {error}", file=sys.stderr)
         return 1
-    rows = machine(config) + [("falls back", sentence, "slower") for sentence in said]
+    rows = machine(config) + [("falls back", sentence, "slower") for sentence in said + more]
     device, backend = torch.device(config.device), load_backend(config.kernels)
     with current(device):
         shapes = trial.Shapes.of(config, model)

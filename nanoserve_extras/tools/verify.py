@@ -42,13 +42,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanoserve.config import KERNELS, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import load_tokenizer
-from nanoserve.device import pick_device
 from nanoserve.hooks import Extra
 from nanoserve.parallel import check_shares
 from nanoserve.sequence import Step
 from nanoserve_extras import choose
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.config_files import ModelConfig, read_architecture, read_json
+from nanoserve_extras.base.device import pick_device
 from nanoserve_extras.base.llm import LLM
 from nanoserve_extras.block_store.block_store import BlockStore
 from nanoserve_extras.engine_args import EngineArgs

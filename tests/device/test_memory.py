@@ -14,10 +14,11 @@ from dummy_engines import assert_serves, start
 from test_build import exit_code
 from test_build import start as start_process
 
-from nanoserve import SamplingParams, memory, ops
+from nanoserve import SamplingParams, ops
+from nanoserve import device as memory
 from nanoserve.config import EngineConfig
 from nanoserve.defaults import resolve
-from nanoserve.memory import free_cpu_memory
+from nanoserve.device import free_cpu_memory
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
 

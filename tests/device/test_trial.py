@@ -14,7 +14,6 @@ from checkpoints import assert_same_text
 from dummy_engines import start
 
 from nanoserve import LLM, SamplingParams, llm, ops
-from nanoserve import device as choice
 from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
 from nanoserve.defaults import resolve
@@ -69,9 +68,9 @@ def stale_cache(qkv, *args):
     (dict(norm_rope_store=stale_cache), "paged_attention is wrong"),
     (dict(paged_attention=lambda q, k, v, batch, scale, window, *rest: ops.paged_attention(
         q, k, v, batch, scale, None, *rest)), "paged_attention is wrong .1 row, window 5"),
-    (dict(argmax=lambda logits: logits.argmin(-1)), "sample_tokens is wrong .argmax"),
+    (dict(argmax=lambda logits: logits.argmin(-1)), "argmax is wrong"),
     (dict(thresholds=lambda logits, heat, top_k, top_p, min_p: ops.thresholds(
-        logits, heat, top_k * 0, top_p, min_p)), "sample_tokens is wrong .filters"),
+        logits, heat, top_k * 0, top_p, min_p)), "thresholds is wrong"),
     (dict(sample_tokens=lambda logits, heat, *rest: ops.sample_tokens(logits, heat * 0.5, *rest)),
      "sample_tokens is wrong .shares")],
     ids=lambda given: str(*given) if isinstance(given, dict) else "")
@@ -150,8 +149,8 @@ def test_a_trial_without_memory_is_not_remembered(dummy, trusted, monkeypatch, t
     with monkeypatch.context() as patch:
         patch.setattr(trusted, "act_and_mul", full)
         with pytest.raises(ValueError, match="no memory for a trial of the kernels: end other"):
-            failing_functions(engine, config, trusted)
-    assert not (tmp_path / "trials.json").exists()
+            failing_functions(engine, config)
+    assert not [*tmp_path.glob("self-test-*")]
 
 
 @pytest.fixture
@@ -182,7 +181,7 @@ def test_an_engine_with_a_broken_twin_writes_the_right_text(checkpoints, trusted
                                                                 use_tqdm=False), strict=True):
             got = output.outputs[0].token_ids
             assert_same_text(got, *references("mixtral", prompt, 8, got), f"start {count}")
-        monkeypatch.setattr(trial, "CHECKS", {"linear": None})  # would fail if it were called
+        monkeypatch.setattr(trial, "trials", None)  # would fail if it were called
 
 
 def test_a_trial_is_remembered_by_all_that_matters(dummy, trusted, monkeypatch, tmp_path):
@@ -192,14 +191,17 @@ def test_a_trial_is_remembered_by_all_that_matters(dummy, trusted, monkeypatch, 
     def starts(**options) -> int:
         tries.clear()
         asked = EngineConfig(model="none", **options)
-        config, model = ModelConfig.from_folder(dummy), trusted
-        failing_functions(resolve(asked, "cpu", config), config, model)
+        model = ModelConfig.from_folder(dummy)
+        failing_functions(resolve(asked, "cpu", model), model)
         return len(tries)
 
     assert [starts(dtype="float32"), starts(dtype="float32")] == [1, 0]
     assert [starts(dtype="bfloat16"), starts(dtype="float32", kv_cache_dtype="int8"),
             starts(dtype="float32", block_size=8)] == [1, 1, 1]
-    (tmp_path / "trials.json").write_text("{damaged")
+    kept = [*tmp_path.glob("self-test-*")]
+    assert len(kept) == 4
+    for path in kept:
+        path.write_text("{damaged")
     assert [starts(dtype="float32"), starts(dtype="float32")] == [1, 0]
     monkeypatch.setattr(trusted, "COMPILED", SimpleNamespace(_name="another library"))
     assert starts(dtype="float32") == 1
@@ -213,11 +215,11 @@ def test_a_twin_whose_queries_see_other_keys_is_found_at_each_start(dummy, trust
     """Also where the trial is remembered, and where only the farthest keys differ."""
     config = ModelConfig.from_folder(dummy)
     engine = resolve(EngineConfig(model="none", dtype="float32"), "cpu", config)
-    assert failing_functions(engine, config, trusted) == ((), [])
+    assert failing_functions(engine, config) == ((), [])
     reach = config.max_position_embeddings - config.max_position_embeddings // 8
     monkeypatch.setattr(trial, "visible", lambda query, key, window, last: (
         (key <= last) & ((key > query - reach) | (key < 4))))
-    names, [said] = failing_functions(engine, config, trusted)
+    names, [said] = failing_functions(engine, config)
     assert names == ("graph", "new_cache", "norm_rope_store", "paged_attention")
     assert "does not see what `visible` says" in said
 
@@ -234,8 +236,8 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(dummy, tr
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", broken)
         with pytest.raises(ValueError, match="GPU.*draw.*start again"):
-            failing_functions(engine, config, trusted)
-    names, [said] = failing_functions(engine, config, trusted)
+            failing_functions(engine, config)
+    names, [said] = failing_functions(engine, config)
     assert names == ("argmax", "sample_tokens", "thresholds") and "draw fails (illegal)" in said
 
 
@@ -256,7 +258,7 @@ def test_the_specification_is_not_tried(dummy, trusted, monkeypatch):
     for kernels in ("torch", "triton"):  # in the interpreter
         asked = EngineConfig(model="none", kernels=kernels)
         config = resolve(asked, "cpu", ModelConfig.from_folder(dummy))
-        assert failing_functions(config, None, choice.load_backend(kernels)) == ((), [])
+        assert failing_functions(config, None) == ((), [])
 
 
 def test_graphs_are_off_where_one_was_stale(dummy, monkeypatch, trusted):

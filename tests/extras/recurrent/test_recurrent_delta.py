@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_ops import available, close, count_threads, dtype, numbers, parameters  # noqa: F401
 
-from nanoserve.device import load_backend
+from nanoserve.self_test import load_backend
 from nanoserve_extras.recurrent.recurrent_delta import delta_rule as specification
 from nanoserve_extras.recurrent.recurrent_delta import delta_rule_for
 
