@@ -5,10 +5,18 @@ which says what a value must be and how it is kept (rules.py).
 
     block_size: int = option(16, rules.COUNT)       16 by default; a whole number of at least 1
 
-What a user left open is `None`. What depends on the device or the model is settled by
-defaults.py. A field that is still `None` then is switched off (a trace), has the
-checkpoint's own value (tokenizer), or is measured elsewhere (the KV cache's size). What the
-checkpoint's files fix is not chosen here: see `model_config.ModelConfig`.
+What a user left open is `None`, and `EngineConfig.resolved` settles it for a device and a model:
+
+    asked                            a CPU          a GPU
+    max_num_batched_tokens=None      2048           8192          tokens a step
+    max_num_seqs=None                64             256           at the same time
+    async_scheduling=None            False          True          overlap
+    kernels="auto"                   "cpu"          "triton"      if there are any: device.py
+    dtype, max_model_len             the checkpoint's own
+
+A GPU wants large steps to stay busy; a CPU is busy with few tokens, and small steps keep the time
+between two tokens short. A field that is still `None` then has the checkpoint's own value
+(tokenizer), or is measured elsewhere (the KV cache's size).
 
 Invariants: a value that can't be honoured raises. An `EngineConfig` is never written to: a value
 that must be measured first, such as the longest sequence that fits, goes into a *new* config.
@@ -24,6 +32,7 @@ from enum import Enum
 from functools import partial
 
 from nanoserve import rules
+from nanoserve.model_config import ModelConfig
 from nanoserve.rules import Options, choice, number, option
 
 KERNELS = ("auto", "triton", "cpu", "torch")
@@ -92,6 +101,54 @@ class EngineConfig(Options):
             raise ValueError(f"device={self.device!r} names one GPU, and {ranks} ranks take one "
                              'each, from 0 on: use device="cuda"')
 
+    def resolved(self, device: str, model_config: ModelConfig,
+                 generates: bool = True) -> "EngineConfig":
+        """A copy in which open options have values, for `device` "cpu", "cuda" or "cuda:1".
+        generates: whether requests write text. Raises `ValueError` for what this model can't do."""
+        longest = model_config.max_position_embeddings
+        max_model_len = self.max_model_len or longest
+        if max_model_len > longest:
+            raise ValueError(f"max_model_len={max_model_len} is above the model's own maximum of "
+                             f"{longest} (max_position_embeddings): lower it, or override "
+                             "max_position_embeddings with hf_overrides if the model was trained "
+                             "so")
+        if generates and max_model_len < 2:
+            raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
+                             "it, and the model's max_position_embeddings if that is 1, too")
+        if generates and not model_config.has_lm_head:
+            raise ValueError(f"{model_config.architecture} has no LM head, so it writes no text: "
+                             "use a ...ForCausalLM checkpoint")
+        if self.expert_parallel and not any(model_config.moe_layers):
+            raise ValueError(f"expert_parallel=True, but {model_config.architecture} has no "
+                             "experts: leave it out")
+        dtype = model_config.dtype if self.dtype == "auto" else self.dtype
+        if dtype not in rules.DTYPES[1:]:
+            raise ValueError(f"config.json: dtype={dtype!r} is not supported: choose one of "
+                             f"{', '.join(rules.DTYPES[1:])} with the option dtype")
+        on_gpu = device != "cpu"
+        num_tokens, num_seqs = self._resolved_sizes(on_gpu, max_model_len)
+        kernels = "triton" if on_gpu else "cpu"
+        return replace(
+            self, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
+            max_num_seqs=num_seqs, dtype=dtype,
+            kernels=kernels if self.kernels == "auto" else self.kernels,
+            async_scheduling=on_gpu if self.async_scheduling is None else self.async_scheduling)
+
+    def _resolved_sizes(self, on_gpu: bool, max_model_len: int) -> tuple[int, int]:
+        """Tokens and sequences of a step. A budget that was asked for pulls the number of sequences
+        down with it: `max_num_batched_tokens=1` alone runs one sequence."""
+        num_tokens, num_seqs = (8192, 256) if on_gpu else (2048, 64)
+        if self.max_num_batched_tokens is not None:
+            num_tokens = self.max_num_batched_tokens
+        else:
+            whole_prompt = 0 if self.enable_chunked_prefill else max_model_len
+            num_tokens = max(num_tokens, self.max_num_seqs or 0, whole_prompt)
+        if not self.enable_chunked_prefill and num_tokens < max_model_len:
+            raise ValueError("enable_chunked_prefill=False needs a step that holds the longest "
+                             f"prompt: raise max_num_batched_tokens={num_tokens} to at least "
+                             f"max_model_len={max_model_len}, or lower max_model_len")
+        return num_tokens, self.max_num_seqs or min(num_seqs, num_tokens)
+
     @property
     def on_gpu(self) -> bool:
         return self.device.startswith("cuda")
@@ -135,14 +192,14 @@ class SamplingParams:
     min_tokens: int = control(0, rules.SIZE)  # no EOS, stop token or stop string before so many
     logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # each token's, and so many likeliest
     prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # the same for the prompt
-    detokenize: bool = option(True, rules.FLAG, offline=True)
+    detokenize: bool = option(True, rules.FLAG)
     skip_special_tokens: bool = option(True, rules.FLAG)
     include_stop_str_in_output: bool = option(False, rules.FLAG)
-    output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, OUTPUT_KIND, offline=True)
+    output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, OUTPUT_KIND)
     logit_bias: dict[int, float] | None = control(None, rules.BIASES)  # added to the logits
     allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # no others
     bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
-    logits_processors: list | None = control(None, rules.FUNCTIONS, offline=True)  # called first
+    logits_processors: list | None = control(None, rules.FUNCTIONS)  # called first
     # So many tokens of a thought, and then its closing mark: extras.thinking. -1: no limit.
     thinking_token_budget: int | None = control(None, rules.COUNT_OR_ALL)
     structured_outputs: object = control(None, rules.ANYTHING)  # extras.structured's, or a dict

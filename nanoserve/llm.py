@@ -24,7 +24,6 @@ from pathlib import Path
 
 from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.defaults import resolve
 from nanoserve.detokenizer import load_tokenizer
 from nanoserve.device import fit_dtype, fit_to_cache, pick_device
 from nanoserve.engine import LLMEngine, Plan
@@ -94,7 +93,7 @@ class LLM(LLMEngine):
         """What was asked for, with values in place of `None` and "auto", for this machine and this
         model. Says what the machine can't do as asked."""
         model = self.model_config
-        config = resolve(asked, pick_device(asked.device), model, self.generates)
+        config = asked.resolved(pick_device(asked.device), model, self.generates)
         take_gpu(config.num_ranks, config.device)
         config, said = fit_dtype(config, asked, model)
         say(*said)

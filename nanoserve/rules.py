@@ -12,20 +12,14 @@ A validation library would be a package more, with errors in its own words.
 """
 
 import math
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
-Record = TypeVar("Record", bound="Options")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-# An object as Python shows it, "<_io.BytesIO object at 0x7f63904cef20>", and an address alone.
-OBJECT, ADDRESS = re.compile(r"\s*<[^<>]*\bat 0x[0-9a-fA-F]+>"), re.compile(r"\b0x[0-9a-fA-F]{6,}")
-LIBRARIES = re.compile(r"[^\s\"']*/(site-packages|dist-packages|python3\.\d+)/")
 
 
 class Rule(NamedTuple):
@@ -35,13 +29,11 @@ class Rule(NamedTuple):
     keep: Callable[[Any], Any]
 
 
-def option(default: Any, rule: Rule, part_of: str | None = None, *, control: bool = False,
-           offline: bool = False) -> Any:
+def option(default: Any, rule: Rule, part_of: str | None = None, *, control: bool = False) -> Any:
     """A field of a record, with its rule. A default of `MISSING` makes it a required one. part_of:
     the field without which it has no effect, and so must keep its default. control: it changes
-    logits, unless it keeps its default. offline: clients of the server can't set it."""
-    return field(default=default, metadata={"rule": rule, "part_of": part_of, "control": control,
-                                            "offline": offline})
+    logits, unless it keeps its default."""
+    return field(default=default, metadata={"rule": rule, "part_of": part_of, "control": control})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +50,6 @@ class Options:
         if unknown := [name for name in options if name not in names]:
             raise TypeError(f"there is no option {unknown[0]}: there are {names}")
         return cls(**options)
-
-    def part(self, record: type[Record]) -> Record:
-        """The fields that another record has, too: `args.part(EngineConfig)`."""
-        return record(**{one.name: getattr(self, one.name) for one in fields(record)})
 
 
 def check_fields(record: Any) -> None:
@@ -87,27 +75,6 @@ def checked(name: str, rule: Rule, value: Any) -> Any:
         given, wrong = f"{value!r:.100}", f"{error!s:.100}"
         raise ValueError(f"{name} must be {rule.must}, got "
                          f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
-
-
-@contextmanager
-def in_words(words: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Within it an error of these kinds (of any, if none is named), a library's say, becomes a
-    `ValueError` that begins with `words`."""
-    try:
-        yield
-    except (kinds or Exception) as error:  # noqa: B030 - a tuple of classes, or one
-        raise ValueError(f"{words}: {words_of(error):.500}") from error
-
-
-def words_of(error: BaseException | str) -> str:
-    """What a foreign error says, as a client may read it. An object's address undoes the randomised
-    layout of this process (vLLM's CVE-2026-22778), so none is left; nor is where libraries lie, nor
-    torch's stack of C++ calls."""
-    said = str(error).partition("\nException raised from ")[0]
-    if isinstance(error, KeyError):  # it says the key alone
-        said = f"there is no {said}"
-    said = ADDRESS.sub("0x...", OBJECT.sub("", LIBRARIES.sub("", said)))
-    return said if said.strip() or isinstance(error, str) else type(error).__name__
 
 
 def only_if(is_right: bool, value: Any) -> Any:
@@ -152,20 +119,6 @@ def list_of(one: Rule, what: str, least: int = 0) -> Rule:
     return Rule(what, keep)
 
 
-def new_file(what: str, *suffixes: str) -> Rule:
-    """The path of a file that need not exist, in a folder that does."""
-    def keep(path):
-        is_one = isinstance(path, (str, Path)) and Path(path).suffix in suffixes
-        return only_if(is_one and Path(path).parent.is_dir(), path)
-
-    return Rule(what, keep)
-
-
-def private(path: str, flags: int) -> int:
-    """open(..., opener=private) makes a file that nobody else can read: prompts are in it."""
-    return os.open(path, flags, 0o600)
-
-
 def numbers_by_id(low: float, high: float, remedy: str) -> Rule:
     """A dict of a number for each token id. JSON knows only str keys: as in vLLM's server, "5" is
     token 5. vLLM's server clamps a number beyond the bounds in silence; here it is refused."""
@@ -200,8 +153,6 @@ TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text),
 WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
 MODEL = Rule("the name of a folder, a hub id or a GGUF file", TEXT.keep)
 FOLDER = instance((str, Path), MODEL.must)
-PATH = Rule("the path of a folder", lambda path: only_if(
-    isinstance(path, (str, Path)) and bool(str(path).strip()), path))
 TEXTS = list_of(TEXT, "non-empty texts in a list")
 WORDS = list_of(WORD, "a list of words, none of them empty")
 TOKEN_IDS = list_of(TOKEN_ID, "a list of token ids, whole numbers of at least 0")

@@ -8,13 +8,16 @@ record as `Options`. `EngineArgs` inherits from all of them, so the command line
 and vLLM's `EngineArgs` know the same names without a second list. Imports no torch.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
 
 from nanoserve import rules
 from nanoserve.config import EngineConfig
 from nanoserve.rules import Options, Rule, choice, option
 from nanoserve_extras.base.vllm import takes_vllms_words
+
+Record = TypeVar("Record", bound=Options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,11 @@ class DraftOptions(Options):
         dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}"))
 
 
+def keep_path(path: Any) -> str | Path:
+    """That of a folder, which need not exist."""
+    return rules.only_if(isinstance(path, (str, Path)) and bool(str(path).strip()), path)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockStoreOptions(Options):
     """How much memory and disk blocks may take that the KV cache evicts. kv_offload_bytes: host
@@ -122,17 +130,23 @@ class BlockStoreOptions(Options):
     kv_store_bytes: the most that is in this folder."""
 
     kv_offload_bytes: int = option(0, rules.SIZE)
-    kv_store: str | None = option(None, rules.PATH)
+    kv_store: str | None = option(None, Rule("the path of a folder", keep_path))
     kv_store_bytes: int = option(8 * 2 ** 30, rules.COUNT, "kv_store")
+
+
+def keep_new_file(path: Any) -> str | Path:
+    """A file that need not exist, in a folder that does."""
+    is_one = isinstance(path, (str, Path)) and Path(path).suffix in (".html", ".json")
+    return rules.only_if(is_one and Path(path).parent.is_dir(), path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions(Options):
     """Where each step is recorded. trace: the file of the page, or of Perfetto's events."""
 
-    trace: str | None = option(None, rules.new_file(
+    trace: str | None = option(None, Rule(
         "a file in a folder that exists, ending in .html (a page to look at) or .json (for "
-        "Perfetto)", ".html", ".json"))
+        "Perfetto)", keep_new_file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,3 +163,7 @@ class EngineArgs(PlainTextOptions, TraceOptions, BlockStoreOptions, DraftOptions
                  LayerPlanOptions, PoolingOptions, LoRAOptions, RecurrentOptions,
                  QuantizationOptions, ForeignOptions, EngineConfig):
     """Checked as its parts are: raises `ValueError`, naming the field and the remedy."""
+
+    def part(self, record: type[Record]) -> Record:
+        """The fields that another record has, too: `args.part(EngineConfig)`."""
+        return record(**{one.name: getattr(self, one.name) for one in fields(record)})

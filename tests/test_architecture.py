@@ -21,8 +21,7 @@ MAY_IMPORT = {
     "rules": [],
     "turns": [],
     "model_config": [],
-    "config": ["rules"],
-    "defaults": ["config", "model_config", "rules"],
+    "config": ["model_config", "rules"],
     "sequence": ["config"],
     "hooks": ["sequence", "rules"],
     "block_manager": ["sequence", "hooks"],
@@ -54,7 +53,7 @@ MAY_IMPORT = {
     "engine": ["config", "detokenizer", "hooks", "inputs", "model_config",
                "model_runner", "progress", "request", "rules", "scheduler", "sequence",
                "turns"],
-    "llm": ["config", "defaults", "detokenizer", "device", "engine", "hooks", "inputs", "loader",
+    "llm": ["config", "detokenizer", "device", "engine", "hooks", "inputs", "loader",
             "model_config", "model_runner", "parallel", "processes", "progress",
             "request", "rules", "self_test"],
 }
@@ -80,7 +79,7 @@ IDEAS = {
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["model_config", "config", "sequence", "hooks", "block_manager",
-        "scheduler", "defaults", "progress", "inputs", "rules",
+        "scheduler", "progress", "inputs", "rules",
         "turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["loader"],

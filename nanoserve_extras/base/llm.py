@@ -66,6 +66,9 @@ class LLM(plain.LLM):
         self.parts = own_parts(config, config.device)
         self.facts = facts_of([*self.parts, *extras])
         self.generates = Fact.GENERATES in self.facts
+        if self.generates and not self.model_config.has_lm_head:
+            raise ValueError(f"runner='generate', but {self.model_config.architecture} has no LM "
+                             "head: use runner='pooling', or a ...ForCausalLM checkpoint")
         self.metrics = EngineMetrics()
         return config, folder, [self.metrics, *extras]
 
@@ -73,8 +76,13 @@ class LLM(plain.LLM):
         return tokenizer_folder(config, folder)
 
     def settle(self, asked: EngineConfig) -> EngineConfig:
-        has_graphs = Fact.GRAPHS in self.facts
-        return super().settle(replace(asked, enforce_eager=asked.enforce_eager or not has_graphs))
+        """Without graphs where an extra can't be recorded; with overlap where there are stages,
+        unless they share out matrices, too: then they take one step at a time."""
+        has_graphs, overlap = Fact.GRAPHS in self.facts, asked.async_scheduling
+        if overlap is None and asked.tensor_parallel_size == 1 < asked.pipeline_parallel_size:
+            overlap = True
+        return super().settle(replace(asked, async_scheduling=overlap,
+                                      enforce_eager=asked.enforce_eager or not has_graphs))
 
     def describe(self, plan: Plan, num_blocks: int) -> str:
         return describe(plan, self.config, self.runner, num_blocks)

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, count, product
 
-from nanoserve.rules import words_of
+from nanoserve_extras.base.words import words_of
 
 IMAGES = ("image", "image_url", "input_image", "image_pil")  # a part's types
 TEXT_OF = dict(text="text", input_text="text", output_text="text", summary_text="text",

@@ -37,10 +37,10 @@ from nanoserve.detokenizer import load_tokenizer
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
 from nanoserve.model_config import read_json
-from nanoserve.rules import in_words
 from nanoserve.sampler import put
 from nanoserve_extras.base.checkpoint import tokenizer_folder
 from nanoserve_extras.base.config_files import ModelConfig
+from nanoserve_extras.base.words import in_words
 from nanoserve_extras.engine_args import EngineArgs, PoolingOptions
 from nanoserve_extras.foreign.transformers_model import (
     PAGED,

@@ -22,7 +22,6 @@ import transformers
 from nanoserve.engine import Plan
 from nanoserve.hooks import Extra
 from nanoserve.model_config import read_eos, read_generation
-from nanoserve.rules import in_words
 from nanoserve_extras.base.config_files import (
     QUANTIZED,
     ModelConfig,
@@ -31,6 +30,7 @@ from nanoserve_extras.base.config_files import (
     read_quantization,
 )
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.words import in_words
 from nanoserve_extras.base.wrappings import WRAPPINGS, flatten, stored_names, text_part
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.foreign.encoder import make_pooler, read_encoder

@@ -44,8 +44,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nanoserve.config import EngineConfig
 from nanoserve.loader import Tensors, translated
 from nanoserve.parallel import CHECKPOINT_DTYPES
-from nanoserve.rules import in_words
 from nanoserve_extras.base.weight_files import adds_nothing, follows, stored_tensors, text_alone
+from nanoserve_extras.base.words import in_words
 from nanoserve_extras.base.wrappings import check_names
 from nanoserve_extras.quantization.quantized_linear import Quantised
 

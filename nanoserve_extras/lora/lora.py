@@ -47,13 +47,14 @@ from nanoserve.model_config import read_json
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import CHECKPOINT_DTYPES, HEAD
 from nanoserve.request import Request
-from nanoserve.rules import in_words, option
+from nanoserve.rules import option
 from nanoserve.sequence import CacheEntry, Step
 from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.base.facts import Fact
-from nanoserve_extras.engine_args import LoRAOptions
+from nanoserve_extras.base.words import in_words
+from nanoserve_extras.engine_args import LoRAOptions, keep_path
 
-ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.PATH.keep)
+ADAPTER_FOLDER = rules.Rule("the folder of an adapter", keep_path)
 SECTION = "adapter_ids"  # a row's number in the batch; empty where no row has an adapter
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
 WEIGHTS = "adapter_model.safetensors"

@@ -42,13 +42,13 @@ from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.request import Request
-from nanoserve.rules import in_words, words_of
 from nanoserve.sampler import put
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.inputs import Inputs, Prompt, salt_of, template_of
 from nanoserve_extras.base.messages import MediaError
 from nanoserve_extras.base.metrics import Counter, Gauge, Metric
+from nanoserve_extras.base.words import in_words, words_of
 from nanoserve_extras.engine_args import MultimodalOptions
 from nanoserve_extras.foreign.transformers_model import TransformersModel, refusal
 from nanoserve_extras.multimodal.multimodal_inputs import (

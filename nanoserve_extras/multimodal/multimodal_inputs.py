@@ -26,8 +26,8 @@ import torch
 from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from nanoserve.rules import in_words
 from nanoserve_extras.base.messages import IMAGES, MediaError, Taken
+from nanoserve_extras.base.words import in_words
 
 MAX_BYTES, MAX_PIXELS = 20 * 2 ** 20, 50 * 10 ** 6  # the most for an image that is decoded here
 MAX_SECONDS = 600  # the longest sound

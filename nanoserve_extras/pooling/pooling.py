@@ -34,13 +34,14 @@ from nanoserve.engine import Plan, no_numbers
 from nanoserve.hooks import Extra
 from nanoserve.inputs import one_for_each
 from nanoserve.progress import say
-from nanoserve.rules import in_words, option
+from nanoserve.rules import option
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.inputs import Inputs, Prompt, as_list, salt_of
 from nanoserve_extras.base.request import Request, salted
 from nanoserve_extras.base.vllm import takes_vllms_words
+from nanoserve_extras.base.words import in_words
 from nanoserve_extras.engine_args import PoolingOptions
 from nanoserve_extras.pooling.pooler import POOLS, First, Pooler
 from nanoserve_extras.pooling.sentence_files import too_long

@@ -31,8 +31,9 @@ from torch import nn
 from nanoserve import rules
 from nanoserve.loader import inside
 from nanoserve.model_config import read_json
-from nanoserve.rules import ANYTHING, Rule, in_words, only_if, option
+from nanoserve.rules import ANYTHING, Rule, only_if, option
 from nanoserve_extras.base.weight_files import stored_tensors
+from nanoserve_extras.base.words import in_words
 
 TOKENS, VECTOR, SCORES, LOGITS = ("token_embeddings", "sentence_embedding", "scores",
                                   "causal_logits")

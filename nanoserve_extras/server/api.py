@@ -37,7 +37,7 @@ from pydantic import ValidationError
 import nanoserve
 from nanoserve.config import SamplingParams
 from nanoserve.progress import say
-from nanoserve.rules import words_of
+from nanoserve_extras.base.words import words_of
 from nanoserve_extras.server import pooling, prometheus, stats
 from nanoserve_extras.server.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoserve_extras.server.async_llm import AsyncLLM, EngineGenerateError

@@ -40,10 +40,10 @@ import torch
 
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.request import Request, RequestOutput
-from nanoserve.rules import words_of
 from nanoserve_extras.base.inputs import Prompt
 from nanoserve_extras.base.llm import LLM
 from nanoserve_extras.base.vllm import ROWS, missing_method, takes_vllms_words
+from nanoserve_extras.base.words import words_of
 from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 
 MAX_FAILURES = 3  # failed steps in a row, after which the engine takes no more requests

@@ -26,8 +26,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 
-from nanoserve.rules import words_of
 from nanoserve_extras.base.messages import MediaError
+from nanoserve_extras.base.words import words_of
 from nanoserve_extras.server.async_llm import EngineDeadError, EngineGenerateError
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history

@@ -198,7 +198,8 @@ class StreamOptions(Fields):
     include_obfuscation: bool | None = None  # padding against listeners: there is none
 
 
-SERVED = [one for one in fields(SamplingParams) if not one.metadata["offline"]]
+OFFLINE = ("detokenize", "output_kind", "logits_processors")  # a client can't set these
+SERVED = [one for one in fields(SamplingParams) if one.name not in OFFLINE]
 OF_CHOICES = {"n", "logprobs", "prompt_logprobs"}  # one message has no place for them
 # A body with a field for each, to be left out or null. The rule's words are for the page `/docs`.
 Sampling = create_model("Sampling", __base__=Body, **{

@@ -35,9 +35,10 @@ from nanoserve import rules
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import Extra
 from nanoserve.request import Request
-from nanoserve.rules import in_words, option
+from nanoserve.rules import option
 from nanoserve.sequence import Sequence
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.words import in_words
 from nanoserve_extras.structured.structured_schema import tidy
 from nanoserve_extras.structured.structured_trial import Trial, byte_tokenizer
 

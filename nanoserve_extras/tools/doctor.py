@@ -30,7 +30,6 @@ import torch
 from nanoserve import build
 from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
-from nanoserve.defaults import resolve
 from nanoserve.device import current, fit_dtype, free_cpu_memory
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.self_test import fit_kernels, load_backend
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         asked = EngineArgs(model=args.model, device=args.device)
         folder = find_folder(args.model, weights=False)
         asked, model, _ = choose(asked, folder)
-        config = resolve(asked, pick_device(asked.device), model)
+        config = asked.resolved(pick_device(asked.device), model)
         config, said = fit_dtype(config, asked, model)
         config, more = fit_kernels(config, asked)
     except ValueError as error:

@@ -13,7 +13,6 @@ from helpers import write_json
 
 from nanoserve import ops, self_test
 from nanoserve.config import EngineConfig
-from nanoserve.defaults import resolve
 from nanoserve.device import fit_dtype, pick_device
 from nanoserve.model_config import ModelConfig
 from nanoserve.self_test import fit_kernels
@@ -27,7 +26,7 @@ def fit(dummy):
     def fit(on: str, text_type: str = "llama", **options):
         asked = EngineConfig(model="none", **options)
         model = replace(ModelConfig.from_folder(dummy), text_type=text_type)
-        config, said = fit_dtype(resolve(asked, on, model), asked, model)
+        config, said = fit_dtype(asked.resolved(on, model), asked, model)
         config, more = fit_kernels(config, asked)
         return config, said + more
 

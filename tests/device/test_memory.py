@@ -17,7 +17,6 @@ from test_build import start as start_process
 from nanoserve import SamplingParams, ops
 from nanoserve import device as memory
 from nanoserve.config import EngineConfig
-from nanoserve.defaults import resolve
 from nanoserve.device import free_cpu_memory
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
@@ -96,7 +95,7 @@ def gpu_blocks(dummy, monkeypatch, others: float, weights: float, step: float,
     config = ModelConfig.from_folder(dummy)
     asked = EngineConfig(model="none", load_format="dummy", kernels="torch", max_num_seqs=8,
                          max_model_len=256, **options)
-    runner = ModelRunner(dataclasses.replace(resolve(asked, "cuda", config), device="cpu"), config,
+    runner = ModelRunner(dataclasses.replace(asked.resolved("cuda", config), device="cpu"), config,
                          dummy)
     runner.device = torch.device("cuda")
     log, unused = [], [0.5]  # GiB that torch holds without using them, until empty_cache

@@ -16,7 +16,6 @@ from dummy_engines import start
 from nanoserve import LLM, SamplingParams, llm, ops
 from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
-from nanoserve.defaults import resolve
 from nanoserve.model_config import ModelConfig
 from nanoserve.self_test import Shapes, failing_functions, replaced, trials, with_replaced
 
@@ -145,7 +144,7 @@ def test_a_trial_without_memory_is_not_remembered(dummy, trusted, monkeypatch, t
         raise error
 
     config = ModelConfig.from_folder(dummy)
-    engine = resolve(EngineConfig(model="none", dtype="float32"), "cpu", config)
+    engine = EngineConfig(model="none", dtype="float32").resolved("cpu", config)
     with monkeypatch.context() as patch:
         patch.setattr(trusted, "act_and_mul", full)
         with pytest.raises(ValueError, match="no memory for a trial of the kernels: end other"):
@@ -192,7 +191,7 @@ def test_a_trial_is_remembered_by_all_that_matters(dummy, trusted, monkeypatch, 
         tries.clear()
         asked = EngineConfig(model="none", **options)
         model = ModelConfig.from_folder(dummy)
-        failing_functions(resolve(asked, "cpu", model), model)
+        failing_functions(asked.resolved("cpu", model), model)
         return len(tries)
 
     assert [starts(dtype="float32"), starts(dtype="float32")] == [1, 0]
@@ -214,7 +213,7 @@ def test_a_trial_is_remembered_by_all_that_matters(dummy, trusted, monkeypatch, 
 def test_a_twin_whose_queries_see_other_keys_is_found_at_each_start(dummy, trusted, monkeypatch):
     """Also where the trial is remembered, and where only the farthest keys differ."""
     config = ModelConfig.from_folder(dummy)
-    engine = resolve(EngineConfig(model="none", dtype="float32"), "cpu", config)
+    engine = EngineConfig(model="none", dtype="float32").resolved("cpu", config)
     assert failing_functions(engine, config) == ((), [])
     reach = config.max_position_embeddings - config.max_position_embeddings // 8
     monkeypatch.setattr(trial, "visible", lambda query, key, window, last: (
@@ -232,7 +231,7 @@ def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(dummy, tr
     monkeypatch.setattr(trial, "trials",
                         lambda *given: {"sample_tokens": (0.0, "draw fails (illegal)")})
     config = ModelConfig.from_folder(dummy)
-    engine = resolve(EngineConfig(model="none"), "cpu", config)
+    engine = EngineConfig(model="none").resolved("cpu", config)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", broken)
         with pytest.raises(ValueError, match="GPU.*draw.*start again"):
@@ -257,7 +256,7 @@ def test_the_specification_is_not_tried(dummy, trusted, monkeypatch):
     monkeypatch.setattr(trial, "trials", None)
     for kernels in ("torch", "triton"):  # in the interpreter
         asked = EngineConfig(model="none", kernels=kernels)
-        config = resolve(asked, "cpu", ModelConfig.from_folder(dummy))
+        config = asked.resolved("cpu", ModelConfig.from_folder(dummy))
         assert failing_functions(config, None) == ((), [])
 
 

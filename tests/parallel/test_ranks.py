@@ -16,7 +16,6 @@ from rank_threads import in_threads, thread_ranks
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.defaults import resolve
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import Ranks, Slice, wait_for
@@ -237,7 +236,7 @@ def test_all_ranks_run_the_largest_step(qwen3):
     config = EngineConfig(model=str(qwen3), dtype="float32", max_num_batched_tokens=64,
                           max_num_seqs=5, async_scheduling=True, tensor_parallel_size=2)
     model_config = ModelConfig.from_folder(qwen3)
-    config = resolve(config, "cpu", model_config)
+    config = config.resolved("cpu", model_config)
 
     def work(ranks: Ranks) -> list[int]:
         runner = ModelRunner(config, model_config, qwen3, ranks)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from serving import CHAT, CHATS, COMPLETIONS, PROMPT
 
-from nanoserve.rules import in_words, words_of
+from nanoserve_extras.base.words import in_words, words_of
 from nanoserve_extras.server import api
 from nanoserve_extras.server.answers import event
 from nanoserve_extras.server.errors import AsciiResponse

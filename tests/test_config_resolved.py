@@ -6,13 +6,12 @@ import pytest
 from config_files import small_llama
 
 from nanoserve.config import EngineConfig
-from nanoserve.defaults import resolve
 
 pytestmark = pytest.mark.floor
 
 
 def resolved(device="cpu", **options) -> EngineConfig:
-    return resolve(EngineConfig(model="none", **options), device, small_llama())
+    return EngineConfig(model="none", **options).resolved(device, small_llama())
 
 
 @pytest.mark.parametrize("device, options, num_tokens, num_seqs", [
@@ -46,7 +45,7 @@ def test_resolved_leaves_only_memory_and_files_open():
 def test_whole_prompts_need_a_step_that_holds_them():
     assert resolved(enable_chunked_prefill=False).max_num_batched_tokens == 2048
     long = small_llama(max_position_embeddings=3000)
-    config = resolve(EngineConfig(model="none", enable_chunked_prefill=False), "cpu", long)
+    config = EngineConfig(model="none", enable_chunked_prefill=False).resolved("cpu", long)
     assert config.max_num_batched_tokens == 3000
     with pytest.raises(ValueError, match="enable_chunked_prefill=False.*max_num_batched_tokens=100"
                                          ".*max_model_len=256"):
@@ -58,14 +57,14 @@ def test_whole_prompts_need_a_step_that_holds_them():
     ("cpu", "triton", "triton")])
 def test_a_gpu_gets_kernels_and_overlap_unless_told_otherwise(device, kernels, expected):
     config = small_llama()
-    resolved = resolve(EngineConfig(model="none", kernels=kernels), device, config)
+    resolved = EngineConfig(model="none", kernels=kernels).resolved(device, config)
     assert (resolved.kernels, resolved.async_scheduling) == (expected, device == "cuda")
-    told = resolve(EngineConfig(model="none", async_scheduling=device == "cpu"), device, config)
+    told = EngineConfig(model="none", async_scheduling=device == "cpu").resolved(device, config)
     assert told.async_scheduling == (device == "cpu")
 
 
 def test_experts_that_are_not_there_can_not_be_shared_out():
     asked = EngineConfig(model="none", expert_parallel=True)
     with pytest.raises(ValueError, match="expert_parallel=True.*LlamaForCausalLM"):
-        resolve(asked, "cpu", small_llama())
-    assert resolve(asked, "cpu", small_llama(moe_layers=(True, True))).expert_parallel
+        asked.resolved("cpu", small_llama())
+    assert asked.resolved("cpu", small_llama(moe_layers=(True, True))).expert_parallel
