@@ -37,6 +37,7 @@ from pydantic import ValidationError
 import nanoserve
 from nanoserve.config import SamplingParams
 from nanoserve.progress import say
+from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.words import words_of
 from nanoserve_extras.server import pooling, prometheus, stats
 from nanoserve_extras.server.answers import Answer, ChatAnswer, CompletionAnswer
@@ -79,23 +80,40 @@ COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what r
 class Server:
     """What the endpoints share. names: the model's names for clients; answers have the first.
     chat_template: replaces the tokenizer's own. lora_requests: one for each further
-    name. strict: whether a field that nobody knows is refused. bare_calls: see `ModelTurns`."""
+    name. strict: whether a field that nobody knows is refused. bare_calls: see `ModelTurns`.
+    also: a second model, an embedder beside a generator, with its own engine."""
 
     def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None,
                  lora_requests: dict[str, Any] | None = None, strict: bool = False,
-                 bare_calls: bool = True):
+                 bare_calls: bool = True, also: "Server | None" = None):
         self.engine, self.llm = engine, engine.llm
         self.names, self.chat_template = names, chat_template
         self.lora_requests = lora_requests or {}
-        self.strict = strict
+        self.strict, self.also = strict, also
         self.told: set[str] = set()  # fields that were logged
         self.started = int(time.time())
         self.kept = Kept()
         self.tracer, self.board = Tracer(self.llm), Board(self.llm)
         self.turns = ModelTurns(self.llm, chat_template, bare_calls)
 
+    def all(self) -> list["Server"]:
+        """This one, and that of the second model."""
+        return [self] if self.also is None else [self, self.also]
+
+    def all_names(self) -> list[str]:
+        return [name for one in self.all() for name in (*one.names, *one.lora_requests)]
+
+    def serving(self, body: Body) -> "Server":
+        """The one whose model a body names; without a name the one that can do it."""
+        if self.also is None:
+            return self
+        if body.model is not None:
+            return self.also if body.model in self.also.all_names() else self
+        can_generate = Fact.GENERATES in self.llm.facts
+        return self.also if isinstance(body, pooling.PoolingBody) is can_generate else self
+
     def check_model(self, name: str | None) -> None:
-        names = [*self.names, *self.lora_requests]
+        names = self.all_names()
         if name is not None and name not in names:
             raise BadRequest(f"the model {name!r} does not exist: this server has "
                              f"{', '.join(names)}", "model", 404, "model_not_found")
@@ -290,11 +308,12 @@ class Server:
     async def models(self):
         """Codex reads `models`, whose instructions would replace its own: it gets none."""
         return dict(object="list", models=[], data=[
-            self._card(name) for name in (*self.names, *self.lora_requests)])
+            one._card(name) for one in self.all() for name in (*one.names, *one.lora_requests)])
 
     async def model(self, name: str):
         self.check_model(name)
-        return self._card(name)
+        return next(one for one in self.all()
+                    if name in (*one.names, *one.lora_requests))._card(name)
 
     def _card(self, name: str) -> dict:
         """A model as OpenAI's clients see it, with vLLM's additions."""
@@ -305,17 +324,19 @@ class Server:
                     max_model_len=self.llm.config.max_model_len)
 
     async def load(self):
-        return {"server_load": len(self.llm.requests)}
+        return {"server_load": sum(len(one.llm.requests) for one in self.all())}
 
     async def health(self):
-        self.engine.check_health()
+        for one in self.all():
+            one.engine.check_health()
         return {"status": "ok"}
 
     async def version(self):
         return {"version": nanoserve.__version__}
 
     async def metrics(self):
-        data = prometheus.text(self.llm, self.names[0]).encode(errors="replace")
+        data = prometheus.text({one.names[0]: one.llm for one in self.all()}).encode(
+            errors="replace")
         return Response(data, media_type="text/plain; version=0.0.4")
 
     async def trace(self):
@@ -368,10 +389,12 @@ class JsonRequest(Request):
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
                lora_requests: dict[str, Any] | None = None, strict: bool = False,
-               bare_calls: bool = True, says_stats: bool = False, **limits) -> Guard:
+               bare_calls: bool = True, says_stats: bool = False,
+               also: tuple[AsyncLLM, list[str]] | None = None, **limits) -> Guard:
     """The whole application. The engine is shut down with it. says_stats: a line every ten seconds
-    while there is work. limits: those of `Guard`."""
-    server = Server(engine, names, chat_template, lora_requests, strict, bare_calls)
+    while there is work. also: a second model's engine, and its names. limits: those of `Guard`."""
+    second = Server(*also, strict=strict) if also else None
+    server = Server(engine, names, chat_template, lora_requests, strict, bare_calls, second)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
@@ -379,7 +402,8 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
         yield
         if reporting is not None:
             reporting.cancel()
-        await asyncio.to_thread(engine.shutdown)
+        for one in server.all():
+            await asyncio.to_thread(one.engine.shutdown)
 
     app = FastAPI(title="nanoserve", version=nanoserve.__version__, lifespan=lifespan,
                   redoc_url=None, default_response_class=AsciiResponse)
@@ -426,6 +450,8 @@ def validated(kind: type[Body], entries: dict, strict: bool | None = None) -> Bo
 
 
 async def respond(server: Server, endpoint: Callable, body: Body, http: Request) -> Response:
+    server.check_model(body.model)
+    server = server.serving(body)
     server.check(body)
     http.scope["ticket"].widen(body.num_sequences)
     with bad_requests(body):

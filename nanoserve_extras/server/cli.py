@@ -89,6 +89,10 @@ def make_parser() -> argparse.ArgumentParser:
                       help="how long running requests may take when the server is told to end")
     door.add_argument("--keep-alive-seconds", type=positive, default=75,
                       help="how long an idle connection stays open; more than a balancer keeps its")
+    door.add_argument("--also", metavar="MODEL", help="a second model in this server, an embedder "
+                      "or reranker beside a generator, say: a folder, a hub id or a GGUF file")
+    door.add_argument("--also-memory", type=share, default=0.1, metavar="SHARE",
+                      help="of a GPU, which the second model gets and the first leaves")
     door.add_argument("--stats", action=argparse.BooleanOptionalAction, default=True,
                       help="a line every ten seconds while there is work")
     door.add_argument("--log-level", default="info", help="uvicorn's",
@@ -96,6 +100,12 @@ def make_parser() -> argparse.ArgumentParser:
     add_engine_options(serve.add_argument_group(
         "engine", "options of LLM(...), checked by the same rules"))
     return serve
+
+
+def share(text: str) -> float:
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 1, got {text}")
+    return float(text)
 
 
 def lora_module(text: str) -> tuple[str, str]:
@@ -138,14 +148,16 @@ def main(argv: list[str] | None = None) -> int:
         if args.skip_tokenizer_init and args.runner != "pooling":
             raise ValueError("--skip-tokenizer-init leaves a generator without text: leave it out")
         names = args.served_model_name or [getattr(args, "model", BUNDLED_MODEL.name)]
-        check_names([*names, *(name for name, _ in args.lora_modules or ())])
-        llm = LLM(getattr(args, "model", BUNDLED_MODEL), **engine_options(args))
+        check_names([*names, *filter(None, [args.also]),
+                     *(name for name, _ in args.lora_modules or ())])
+        llm = LLM(getattr(args, "model", BUNDLED_MODEL), **leaving_room(args))
+        also = load_also(args)
         with naming(args.host, args.port):  # two that start at a time may both be bound to it
             listening.listen()
         lora_requests = load_adapters(llm, args.lora_modules)
         keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
         app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict,
-                         args.bare_calls, args.stats, api_keys=keys, root_path=args.root_path,
+                         args.bare_calls, args.stats, also, api_keys=keys, root_path=args.root_path,
                          max_requests=args.max_requests,
                          only_local=not keys and is_loopback(listening),
                          max_body_bytes=args.max_body_bytes
@@ -162,6 +174,28 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("uvicorn.access").addFilter(lambda line: "/live" not in line.getMessage())
     run(uvicorn.Server(config), listening, greeting(names[0], listening, keys))
     return 0
+
+
+def leaving_room(args: argparse.Namespace) -> dict:
+    """The engine's options; on a GPU a second model finds its share free. Raises `ValueError`."""
+    options = engine_options(args)
+    if args.also:
+        options["gpu_memory_utilization"] -= args.also_memory
+        if options["gpu_memory_utilization"] <= 0:
+            raise ValueError(f"--also-memory {args.also_memory} leaves nothing of "
+                             f"--gpu-memory-utilization {args.gpu_memory_utilization}: lower it")
+    return options
+
+
+def load_also(args: argparse.Namespace) -> tuple[AsyncLLM, list[str]] | None:
+    """The second model's engine, on the same device, and its name. What the first one uses of a GPU
+    is part of --gpu-memory-utilization."""
+    if not args.also:
+        return None
+    llm = LLM(args.also, device=args.device, kernels=args.kernels,
+              gpu_memory_utilization=args.gpu_memory_utilization,
+              trust_remote_code=args.trust_remote_code)
+    return AsyncLLM(llm), [args.also]
 
 
 def check_names(names: list[str]) -> None:

@@ -57,26 +57,28 @@ MEANING = {
 }
 
 
-def text(engine: LLMEngine, model: str) -> str:
-    """All numbers. model: the name that they carry, as clients know it. An engine that is dead
-    still has what it has counted itself."""
-    try:
-        numbers = engine.get_metrics()
-    except RuntimeError:
-        numbers = engine.metrics.read(engine.scheduler)
-    lines, said = [], set()
-    for number in numbers:
-        name, kind = number.name, type(number).__name__.lower()
-        if isinstance(number, (Counter, Vector)):
-            name, kind = f"{name}_total", "counter"
-        if name not in said:
-            said.add(name)
+def text(engines: dict[str, LLMEngine]) -> str:
+    """All numbers. engines: by the name that their numbers carry, as clients know it."""
+    lines: dict[str, list[str]] = {}  # all of a name stand together, behind their two comments
+    for model, engine in engines.items():
+        for number in numbers_of(engine):
+            name, kind = number.name, type(number).__name__.lower()
+            if isinstance(number, (Counter, Vector)):
+                name, kind = f"{name}_total", "counter"
             meaning = MEANING.get(number.name.removeprefix("vllm:"), "")
-            lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
-        labels = number.labels | {"model_name": model, "engine": "0"}
-        lines += [f"{name}{more}{{{_labels(labels | own)}}} {value}"
-                  for more, own, value in samples(number)]
-    return "\n".join(lines) + "\n"
+            those = lines.setdefault(name, [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"])
+            labels = number.labels | {"model_name": model, "engine": "0"}
+            those += [f"{name}{more}{{{_labels(labels | own)}}} {value}"
+                      for more, own, value in samples(number)]
+    return "\n".join(line for those in lines.values() for line in those) + "\n"
+
+
+def numbers_of(engine: LLMEngine) -> list[Metric]:
+    """An engine that is dead still has what it has counted itself."""
+    try:
+        return engine.get_metrics()
+    except RuntimeError:
+        return engine.metrics.read(engine.scheduler)
 
 
 def samples(number: Metric) -> list[tuple[str, dict, float]]:

@@ -32,7 +32,7 @@ VLLMS = """
 def read(engine) -> dict[str, float]:
     """Every sample by its name, and by its label that is none of the engine's, if it has one."""
     found = {}
-    for family in text_string_to_metric_families(prometheus.text(engine, "known as")):
+    for family in text_string_to_metric_families(prometheus.text({"known as": engine})):
         assert family.type in ("counter", "gauge", "histogram") and family.documentation
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
@@ -121,7 +121,7 @@ def test_what_drafts_brought_is_told_by_position(qwen3):
 def test_any_name_of_a_model_can_be_read_again(qwen3):
     with make(qwen3) as llm:
         for name in ('say "x"', "back\\slash", "two\nlines"):
-            text = prometheus.text(llm, name)
+            text = prometheus.text({name: llm})
             [family, *_] = text_string_to_metric_families(text)
             assert family.samples[0].labels["model_name"] == name
             assert "\nvllm:generation_tokens_total{" in text  # the parser adds "_total" itself
@@ -131,4 +131,4 @@ def test_a_scrape_waits_for_no_step(qwen3):
     """While this thread has the engine's turn another one reads the numbers."""
     with make(qwen3) as llm, ThreadPoolExecutor(1) as pool:
         with llm.turns:
-            assert pool.submit(prometheus.text, llm, "known as").result(20)
+            assert pool.submit(prometheus.text, {"known as": llm}).result(20)
