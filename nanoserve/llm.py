@@ -32,8 +32,7 @@ from nanoserve.inputs import InputProcessor, Prompt, as_list, conversations, one
 from nanoserve.loader import find_model
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
-from nanoserve.parallel import LAST_WORD, check_shares, serve_rank
-from nanoserve.processes import start_ranks, take_gpu
+from nanoserve.parallel import Ranks, check_shares, serve_rank, start_ranks, take_gpu
 from nanoserve.progress import prompts_bar, say
 from nanoserve.request import Request, RequestOutput
 from nanoserve.self_test import failing_functions, fit_kernels
@@ -55,6 +54,7 @@ class LLM(LLMEngine):
 
     generates = True  # requests write text; a subclass may serve models that pool
     make_inputs: Callable = InputProcessor  # makes what checks requests
+    make_ranks: Callable = Ranks  # makes what a rank knows of the others
 
     def __init__(self, model: str | Path = BUNDLED_MODEL, *, extras: Iterable[Extra] = (),
                  **options):
@@ -129,9 +129,9 @@ class LLM(LLMEngine):
         config = plan.config
         make_runner = partial(ModelRunner, config, plan.model_config, plan.folder, parts=plan.parts)
         ranks = start_ranks(config.num_ranks, config.device,
-                            partial(serve_rank, make_runner=make_runner))
+                            partial(serve_rank, make_runner=make_runner), self.make_ranks)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
-        weakref.finalize(self, ranks.close, LAST_WORD)
+        weakref.finalize(self, ranks.close)
         try:
             runner = make_runner(ranks=ranks)
             num_blocks = runner.count_kv_blocks()

@@ -47,7 +47,7 @@ from nanoserve.layers import Placement
 from nanoserve.loader import Tensors, find_weights, load_dummy_weights, load_weights
 from nanoserve.model import Decoder, KVCache
 from nanoserve.model_config import ModelConfig
-from nanoserve.parallel import LAST_WORD, SOLO, Ranks, broadcast
+from nanoserve.parallel import SOLO, Ranks
 from nanoserve.sampler import SamplerOutput, SamplingInputs, choose_plain, sample
 from nanoserve.self_test import load_backend, with_replaced
 from nanoserve.sequence import Step
@@ -263,7 +263,7 @@ class ModelRunner:
         self.builder.write(step, message, size)
         with self.on_device():
             with self.ranks.together():
-                broadcast(self.ranks, message, wait=self.config.steps_at_once == 1)
+                self.ranks.broadcast_message(message)
                 output = self.run(message, step)
             return output.to_host()
 
@@ -347,4 +347,4 @@ class ModelRunner:
         self.networks, self.on_load, self.model = [], [], None
         self.builder = self.last_tokens = self.adapters = self.copier = None
         self.unload(kv_cache=True)
-        self.ranks.close(LAST_WORD)
+        self.ranks.close()

@@ -12,22 +12,29 @@ How a weight reaches its rank:
 
 A matrix cut by rows gives a share of the outputs ("column parallel" in the literature, which writes
 it transposed), one cut by columns a part of each sum ("row parallel"). One after the other they
-need a single `all_reduce` (Shoeybi et al. 2019, "Megatron-LM"). Rank 0 schedules and samples.
+need a single `all_reduce` (Shoeybi et al. 2019, "Megatron-LM").
 
-Invariants: all ranks call the same collectives in the same order; a rank that fails in between
-says so and never takes part again. A group belongs to its engine and not to the process.
+Rank 0 schedules and samples. The other ranks are processes that `start_ranks` starts on this
+machine, or torchrun's. They receive the packed buffer of each step, and run the same function on it
+(`serve_rank`).
 
-Where the ranks come from, and how their deaths are noticed: processes.py. torch's DTensor would
-share tensors out by itself, and hide the idea.
+Invariants: all ranks call the same collectives in the same order; when a rank's process ends, the
+others raise an error that names it, and end. A group belongs to its engine and not to the process.
+
+Not known here: a rank that is alive and does not answer (nanoserve_extras/base/watch.py). torch's
+DTensor would share tensors out by itself, and hide the idea. Python's own multiprocessing would run
+the user's script again in every child ("spawn"), and so it wants a `__main__` guard in the script.
 """
 
 import os
+import pickle
+import socket
+import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from select import select
 from typing import NamedTuple
@@ -36,11 +43,28 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nanoserve.turns import ctrl_c_held
+
 # Dtypes of plain weights. Integers and 8-bit floats are no weights without their scales.
 CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters start, torch loads
+FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
 GOODBYE_TIMEOUT = timedelta(seconds=5)
-TAGS = 2 ** 16  # gloo's numbers of messages; far more than are ever on their way
-FIRST_SECONDS = 60.0  # for the first collectives of GPUs, see `try_collectives`
+GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
+LOOPBACK = "127.0.0.1"  # ranks on one machine must not be reachable from outside
+
+# A *message* is a step's buffer of int32 numbers, on every rank of the same size. Its first number
+# says how many of them are in use, or, below zero, that it is no step.
+HEAD = 2 ** 10  # numbers of the first broadcast, which holds most messages of decode steps whole
+STOP = -1  # in the place of the length: no more steps will come
+
+# A child ignores Ctrl-C, which is rank 0's business, before it does anything that takes time.
+CHILD = ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+         "from nanoserve.parallel import run_child; run_child()")
+
+
+# ------------------------------------------------------------------------ shares
 
 
 class Slice(NamedTuple):
@@ -99,30 +123,25 @@ def check_shares(size: int, num_heads: int, num_kv_heads: int) -> None:
             f"{num_kv_heads} KV heads: choose one of {', '.join(map(str, sizes))}")
 
 
+# ------------------------------------------------------------------------- ranks
+
+
 class Ranks:
-    """What one rank knows of all ranks: its number, its shares, and the collectives.
+    """What one rank knows of all ranks: its number, its shares, and the collectives. With a single
+    rank there is no group, and every collective is the identity."""
 
-    With a single rank there is no group, and every collective is the identity. parent: rank 0's
-    process, if that has started this one.
-    """
-
-    def __init__(self, rank: int = 0, size: int = 1, parent: int | None = None):
-        self.rank, self.size, self.parent = rank, size, parent
-        self.local_rank = rank  # on its machine: which GPU is its own
-        self.local_size = size
+    def __init__(self, rank: int = 0, size: int = 1):
+        self.rank, self.size = rank, size
+        self.local_rank, self.local_size = rank, size  # among the ranks of this machine
+        self.parent: int | None = None  # rank 0's process, if that has started this one
+        self.process = os.getpid()  # a forked process has a copy of this object, and must not close
+        self.store: dist.Store | None = None  # where the ranks find each other
         self.control = None  # gloo, between the hosts: the steps' messages
         self.group = None  # between the devices: gloo again, or NCCL
-        self.make_group: Callable | None = None  # takes a name, this one's number, and the size
-        self.parts: dict[str, Ranks] = {}  # see `part`
-        self.watch = None  # processes.Watch
-        self.process = os.getpid()  # a forked process has a copy of this object, and must not close
-        self.busy = False  # inside `together` or `waiting`, where a dead rank would block this one
-        self.posted: deque = deque()  # numbers on their way to other ranks, see `post`
-        self.number = 0  # counts broadcasts between the hosts: on all ranks the same
-        self.done = 0  # the last such number after which this rank has sent all that it had to
-        self.awaited: list[int] = []  # a message's sender, its number, and its delay in beats
+        self.watch: Watch | None = None
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
         self.lock = threading.Lock()
+        self.threads_before: int | None = None  # torch's, to be restored when the engine has ended
 
     def share(self, total: int, rank: int | None = None) -> Slice:
         """The share of `rank`, or of this rank. Sizes differ by 1 at most: 2, 3, 2, 3 of 10."""
@@ -143,18 +162,8 @@ class Ranks:
         kv_head, copy = divmod(self.rank, copies)
         first = kv_head * group
         heads = Slice(first + group * copy // copies, first + group * (copy + 1) // copies,
-                     num_heads)
+                      num_heads)
         return heads, Slice(kv_head, kv_head + 1, num_kv_heads)
-
-    def part(self, name: str, members: range) -> "Ranks":
-        """Some of the ranks, this one among them, as a group with shares and collectives of its
-        own. All of its members call it; the same name is the same group. This object goes on
-        watching whether they live."""
-        if name not in self.parts:
-            self.parts[name] = part = Ranks(members.index(self.rank), len(members))
-            if part.size > 1:
-                part.control = part.group = self.make_group(name, part.rank, part.size)
-        return self.parts[name]
 
     # ------------------------------------------------------------ collectives
 
@@ -194,69 +203,19 @@ class Ranks:
         if self.size > 1:
             self._run(self.group.broadcast, [x], _from_rank_0())
 
-    def broadcast_host(self, x: torch.Tensor, wait: bool = True) -> None:
+    def broadcast_host(self, x: torch.Tensor) -> None:
         """The same from host to host. Idle ranks wait here, because waiting in NCCL would keep
-        their GPUs busy. wait: whether rank 0 waits until all ranks have the numbers. Otherwise it
-        sends a copy, so that `x` may be written to at once."""
+        their GPUs busy."""
         if self.size > 1:
-            if wait or self.rank > 0:
-                self._run(self.control.broadcast, [x], _from_rank_0())
-            else:
-                x = x.clone()
-                self.post(x, self.control.broadcast, [x], _from_rank_0())
-            self.number += 1
+            self._run(self.control.broadcast, [x], _from_rank_0())
 
-    def send(self, x: torch.Tensor, to: int) -> None:
-        """Send numbers to one other rank, without waiting until it has received them."""
-        self.post(x, self.control.send, [x], to, self.number % TAGS)
-        while len(self.posted) > 2 * self.size:
-            _, work = self.posted.popleft()
-            self._run(lambda work=work: work)
-
-    def post(self, x: torch.Tensor, collective: Callable, *args) -> None:
-        """Begin a collective, and keep its numbers until it has ended."""
-        self.posted.append((x, collective(*args)))
-
-    def receive(self, x: torch.Tensor, source: int, number: int) -> torch.Tensor:
-        """Wait for what another rank sends, which is as long as `x`; returns `x`, filled. number:
-        the sender's `number` when it sends this, so that a later message is not taken for it."""
-        self.awaited = [source, number, 0]
-        self._run(self.control.recv, [x], source, number % TAGS)
-        self.awaited = []
-        return x
-
-    def try_collectives(self, device: torch.device) -> None:
-        """Compare an all_reduce, a gather and a broadcast between the devices, before anything is
-        read: GPUs that can't reach each other's memory fail here, or give wrong numbers. Raises
-        `RuntimeError` with what may help."""
-        remedy = ("set NCCL_P2P_DISABLE=1 if these GPUs can't reach each other's memory, give a "
-                  "container more shared memory (docker run --shm-size=1g or --ipc=host), and "
-                  "NCCL_DEBUG=INFO tells more")
-        mine = torch.full((1, 1), 1.0 + self.rank, device=device)
-        ranks, given = torch.arange(1.0, self.size + 1)[None], mine.clone()
-        try:
-            total, parts = self.all_reduce(mine.clone()), self.gather(mine, self.size)
-            self.broadcast(given)
-            if device.type == "cuda":
-                wait_for(device, FIRST_SECONDS)
-            right = {"all_reduce": float(total) == float(ranks.sum()),
-                     "gather": parts is None or torch.equal(parts.cpu(), ranks),
-                     "broadcast": float(given) == 1}
-        except (RuntimeError, ConnectionError) as error:
-            raise RuntimeError(f"the GPUs' first collective failed ({error}): {remedy}") from error
-        if wrong := [name for name, is_right in right.items() if not is_right]:
-            raise RuntimeError(f"{', '.join(wrong)} of the GPUs gives wrong numbers: {remedy}")
-
-    def hand_out(self, content: bytes = b"") -> bytes | bytearray:
-        """Return rank 0's bytes on all ranks. Slow, and only for the time between two steps."""
-        if self.size == 1:
-            return content
-        length = torch.tensor([len(content)])
-        self.broadcast_host(length)
-        handed = bytearray(content if self.rank == 0 else int(length))
-        if handed:
-            self.broadcast_host(torch.frombuffer(handed, dtype=torch.uint8))
-        return handed
+    def broadcast_message(self, message: torch.Tensor) -> None:
+        """Copy rank 0's message into the other ranks' buffers. A long one takes a second
+        broadcast, because they don't know its length before."""
+        if self.size > 1:
+            self.broadcast_host(message[:HEAD])
+            if message[0] > HEAD:
+                self.broadcast_host(message[HEAD:int(message[0])])
 
     def agree(self, *numbers: int) -> tuple[int, ...]:
         """Rank 0's numbers, on all ranks; what the others give doesn't matter."""
@@ -275,7 +234,7 @@ class Ranks:
             self._run(self.control.allreduce, [tensor], options)
         return int(tensor)
 
-    def _run(self, collective, *args) -> None:
+    def _run(self, collective: Callable, *args) -> None:
         try:
             work = collective(*args)
             if work is not None:  # NCCL returns None where it runs on the current stream
@@ -285,13 +244,44 @@ class Ranks:
 
     # ------------------------------------------------------- living and dying
 
-    @property
-    def lost_parent(self) -> bool:
-        """Whether rank 0, which started this process, has died. Its death closes the pipe to this
-        process's standard input, unless a fork of rank 0 holds the pipe open. Then the death shows
-        in the parent's id."""
-        return self.parent is not None and (
-            self.parent != os.getppid() or bool(select([sys.stdin], [], [], 0)[0]))
+    def connect(self, store: dist.Store, device: str, children: list[subprocess.Popen],
+                address: str | None = None) -> None:
+        """Wait until all ranks are there, and make the groups between them. children: the processes
+        that this rank 0 has started, rank 1 first. address: where this rank listens; left to gloo
+        (the host's name, or GLOO_SOCKET_IFNAME) between machines."""
+        self.store, self.address = store, address
+        self.watch = self.make_watch(children)
+        with ctrl_c_held():  # an interrupted start would leave a half-started thread
+            self.watch.start()
+        self._wait_for_all()
+        self.control = self.group = self.make_group("host", self.rank, self.size)
+        if device == "cuda":
+            torch.cuda.set_device(self.local_rank)
+            self.group = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), self.rank,
+                                               self.size, dist.ProcessGroupNCCL.Options())
+
+    def make_watch(self, children: list[subprocess.Popen]) -> "Watch":
+        return Watch(self, children)
+
+    def _wait_for_all(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT.total_seconds()
+        self.store.set(f"started/{self.rank}", "")
+        for rank in range(self.size):
+            while not self.store.check([f"started/{rank}"]):
+                if time.monotonic() > deadline:
+                    self.fail(f"rank {rank} did not start within {START_TIMEOUT}")
+                self.raise_if_broken()
+                time.sleep(0.02)
+
+    def make_group(self, name: str, rank: int, size: int) -> dist.ProcessGroupGloo:
+        """A group between hosts. All of its members call this with the same name and size."""
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = FOR_EVER
+        options._threads = max(2, size)  # as many collectives may be begun and not ended
+        device = (dist.ProcessGroupGloo.create_device(hostname=self.address) if self.address
+                  else dist.ProcessGroupGloo.create_default_device())
+        options._devices = [device]
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, options)
 
     def fail(self, reason: str) -> None:
         """Note why the ranks can't go on. The first reason is kept: later ones follow from it."""
@@ -311,71 +301,52 @@ class Ranks:
             yield
             return
         self.raise_if_broken()
-        self.busy = True
         try:
             yield
             self.raise_if_broken()  # a collective that was aborted gives numbers, but wrong ones
-            self.done = self.number
         except BaseException as error:
             if isinstance(error, ConnectionError):
-                self.watch.find_the_dead()
+                self.watch.wait_for_reason()
             self.fail(f"rank {self.rank} failed in what all ranks do together: {error}")
             self.watch.give_up()
             if isinstance(error, ConnectionError):
                 self.raise_if_broken()
             raise
-        finally:
-            self.busy = False
 
     @contextmanager
     def waiting(self):
-        """Encloses waiting for this rank's device, whose results another rank's death may delay or
-        spoil. Ctrl-C is harmless in here."""
-        self.busy = self.size > 1
-        try:
-            yield
-        finally:
-            self.busy = False
+        """Encloses waiting for this rank's device, whose results another rank's death may spoil.
+        Ctrl-C is harmless in here."""
+        yield
         self.raise_if_broken()
 
     def abort(self, reason: str) -> None:
         """End the other ranks at once: they may wait for a message that will not come."""
-        if self.watch is not None:
-            self.fail(reason)
-            self.watch.give_up()
-            self.close()
+        self.fail(reason)
+        self.close()
 
-    def close(self, last_word: torch.Tensor | None = None) -> None:
-        """End this rank's part. last_word: what rank 0 tells the others, so that they end, too."""
+    def close(self) -> None:
+        """End this rank's part; rank 0 tells the others, so that they end, too."""
         if self.watch is None or self.process != os.getpid():
             return
         self.watch.stopped.set()  # from here on it is no death when a rank ends
-        if last_word is not None and self.rank == 0 and self.broken is None:
+        if self.rank == 0 and self.broken is None:
+            last_word = torch.full((HEAD,), STOP, dtype=torch.int32)
             options = _from_rank_0(timeout=GOODBYE_TIMEOUT)  # a rank may hang
-            try:
+            with suppress(ConnectionError):  # they have ended already, or will be made to
                 self._run(self.control.broadcast, [last_word], options)
-            except ConnectionError:
-                pass  # they have ended already, or will be made to
         if self.group is not self.control:
             end = self.group.shutdown if self.broken is None else self.group.abort
             end()
+        self.watch.close(self.broken is None)
         self.fail("the engine was shut down")
-        self.watch.close()
-        self.control = self.group = self.watch = self.make_group = None
-        self.parts.clear()  # their groups hold the store as well
+        if self.threads_before is not None:
+            torch.set_num_threads(self.threads_before)
+        # Rank 0's store serves the others for as long as it is kept.
+        self.control = self.group = self.watch = self.store = None
 
 
 SOLO = Ranks()
-
-
-def wait_for(device: torch.device, seconds: float) -> None:
-    """Wait until the GPU has run all queued kernels. Raises `RuntimeError` after `seconds`."""
-    done, deadline = torch.cuda.Event(), time.monotonic() + seconds
-    done.record(torch.cuda.current_stream(device))
-    while not done.query():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no answer within {seconds:.0f} s")
-        time.sleep(0.01)
 
 
 def _from_rank_0(**values) -> dist.BroadcastOptions:
@@ -392,26 +363,177 @@ def _options(kind: type, **values):
     return options
 
 
-# ---------------------------------------------------------------------- serving
-# How the ranks above 0 serve: they receive what rank 0 launches, and run the same function on it.
-#
-#     rank 0      launch       step ─write──► message ──► run(message, step) ──► tokens
-#                                                │ broadcast
-#     the others  serve_one                      └──────► run(message) ──► what stands in for them
-#
-# A *message* is a buffer of int32 numbers, on every rank of the same size. Its first number says
-# how many of them are in use, or, below zero, that it is no step. So a rank that got nothing but
-# the buffer can read it: between two steps nothing is pickled, and no object of rank 0's is needed.
-#
-# Invariant: from one message to the next all ranks run the same function, and so take part in the
-# same collectives.
-#
-# Each rank is handed a function that makes its runner. vLLM's executors call functions of the other
-# ranks by name, which can do more, and costs a short step more than its numbers do.
+class Watch(threading.Thread):
+    """Looks whether the processes live: rank 0 at those that it has started, and these at rank 0.
+    (torchrun looks at its own.)
 
-HEAD = 2 ** 10  # numbers of the first broadcast, which holds most messages of decode steps whole
-STOP = -1  # in the place of the length: no more steps will come
-LAST_WORD = torch.full((HEAD,), STOP, dtype=torch.int32)  # the message that ends the other ranks
+    A collective of gloo fails when another rank's process ends, because its connections close. One
+    of NCCL would wait for ever, and so it is aborted here.
+    """
+
+    BEAT = 0.5  # seconds between two looks
+    PATIENCE = GRACE_SECONDS  # how long after a death it may be noticed
+
+    def __init__(self, ranks: Ranks, children: list[subprocess.Popen]):
+        super().__init__(name="nanoserve-watch", daemon=True)
+        self.ranks, self.children = ranks, children
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self.stopped.wait(self.BEAT):
+            reason = self.look()
+            if reason is not None and not self.stopped.is_set():
+                self.end_all(reason)
+                self.stopped.set()
+
+    def look(self) -> str | None:
+        """Who died, if anybody did."""
+        if lost_parent(self.ranks.parent):
+            return "rank 0 died"
+        for rank, child in enumerate(self.children, 1):
+            if child.poll() is not None:
+                return f"rank {rank} (process {child.pid}) died: exit code {child.returncode}"
+        return None
+
+    def end_all(self, reason: str) -> None:
+        """Rank 0 raises an error in its next call, or in the present one: killing the children
+        breaks the collective in which it may wait. A rank above 0 ends its own process, unless it
+        has stopped by itself within `GRACE_SECONDS`."""
+        ranks = self.ranks
+        ranks.fail(reason)
+        if ranks.rank == 0:
+            print(f"nanoserve: {reason}", file=sys.stderr, flush=True)
+        if ranks.group is not ranks.control:
+            ranks.group.abort()  # NCCL's collectives don't fail when a process ends
+        kill(self.children)
+        if ranks.rank > 0 and not self.stopped.wait(GRACE_SECONDS):
+            end_process(ranks.rank, reason)
+
+    def wait_for_reason(self) -> None:
+        """After a collective has failed: wait until it is known who died, if anybody did."""
+        deadline = time.monotonic() + self.PATIENCE
+        while self.ranks.broken is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def give_up(self) -> None:
+        """This rank can't go on: its children are ended. Deaths from here on are not reported."""
+        self.stopped.set()
+        kill(self.children)
+
+    def close(self, is_told: bool) -> None:
+        """The engine has ended. is_told: the children know it. Those that don't exit are killed."""
+        self.stopped.set()
+        if self.is_alive() and threading.current_thread() is not self:  # a finalizer runs anywhere
+            self.join()
+        deadline = time.monotonic() + GRACE_SECONDS * is_told
+        for child in self.children:
+            with suppress(OSError):  # it may have ended before it had read all
+                child.stdin.close()
+            try:
+                with ctrl_c_held():  # amid `wait` it would leave Popen's own lock taken
+                    child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                kill(self.children)
+
+
+def kill(children: list[subprocess.Popen]) -> None:
+    with ctrl_c_held():
+        for child in children:
+            child.kill()
+        for child in children:
+            child.wait()
+
+
+def lost_parent(parent: int | None) -> bool:
+    """Whether rank 0, which started this process, has died. Its death closes the pipe to this
+    process's standard input, unless a fork of rank 0 holds the pipe open. Then the death shows in
+    the parent's id."""
+    return parent is not None and (
+        parent != os.getppid() or bool(select([sys.stdin], [], [], 0)[0]))
+
+
+def end_process(rank: int, reason: str) -> None:
+    print(f"nanoserve: rank {rank} ends: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+# --------------------------------------------------------------------- processes
+
+
+def start_ranks(size: int, device: str, serve: Callable[[Ranks], None],
+                make_ranks: Callable[..., Ranks] = Ranks) -> Ranks:
+    """Start the other ranks, or join them under torchrun, and return rank 0.
+
+    device: "cpu" or "cuda". serve: what a rank above 0 runs. make_ranks: `Ranks` or a subclass.
+    Both can be pickled. Raises `ValueError` for a size that can't be, `RuntimeError` if a rank
+    doesn't come up.
+    """
+    if size == 1:
+        return make_ranks()
+    if under_torchrun():  # they exist already
+        return _join_torchrun(size, device, serve, make_ranks)
+    check_gpus(device, size, f"tensor_parallel_size={size}")
+    ranks, children = make_ranks(0, size), []
+    all_threads = torch.get_num_threads()
+    threads = max(1, all_threads // size)
+    store, port = make_store()
+    try:
+        for rank in range(1, size):
+            children.append(_spawn((rank, size, port, device, threads, make_ranks, serve)))
+        ranks.connect(store, device, children, LOOPBACK)
+    except BaseException:
+        kill(children)
+        ranks.abort("the ranks could not start")
+        raise
+    # Rank 0, too, takes its share: threads without a core of their own hold up all the others.
+    torch.set_num_threads(threads)
+    ranks.threads_before = all_threads
+    return ranks
+
+
+def make_store() -> tuple[dist.TCPStore, int]:
+    """Where the ranks find each other, and its port: 0 lets the system pick one that is free, and
+    nobody can take it in between. The socket is made here because torch's own would listen to the
+    whole network."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False,
+                         timeout=START_TIMEOUT, master_listen_fd=listener.detach()), port
+
+
+def _spawn(boot: tuple) -> subprocess.Popen:
+    """A fresh interpreter with the same import path (-P: without the current folder in front). Its
+    standard input first brings what it is to do, and then stays open for as long as rank 0 lives.
+    What it prints goes to standard error."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    child = subprocess.Popen([sys.executable, "-P", "-c", CHILD], stdin=subprocess.PIPE, stdout=2,
+                             env=os.environ | {"PYTHONPATH": path})
+    with suppress(OSError):  # it has ended already, which `Watch` finds out
+        pickle.dump(boot, child.stdin)
+        child.stdin.flush()
+    return child
+
+
+def run_child() -> None:
+    """What a started rank runs, from its first line to its end."""
+    parent = os.getppid()
+    rank, size, port, device, threads, make_ranks, serve = pickle.load(sys.stdin.buffer)
+    torch.set_num_threads(threads)
+    try:
+        if lost_parent(parent):
+            end_process(rank, "rank 0 died")  # and nobody would answer
+        ranks = make_ranks(rank, size)
+        ranks.parent = parent
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=START_TIMEOUT)
+        ranks.connect(store, device, [], LOOPBACK)
+        serve(ranks)
+        ranks.close()
+        sys.stdout.flush()
+        os._exit(0)  # nothing is left to do, and torch's own exit is slow
+    except Exception as error:
+        # In one line, because rank 0 mostly prints the same. Then the process ends at once, and
+        # with it its connections: that tells the others.
+        end_process(rank, f"{type(error).__name__}: {error}")
 
 
 def serve_rank(ranks: Ranks, make_runner: Callable) -> None:
@@ -428,7 +550,7 @@ def serve_one(runner) -> bool:
     """Take part in one launch of rank 0. False: there will be no more."""
     message = runner.builder.take_buffer()
     with runner.ranks.together():
-        broadcast(runner.ranks, message)
+        runner.ranks.broadcast_message(message)
         if message[0] == STOP:
             return False
         if message[0] < 0:  # for an extra: an adapter's weights, say
@@ -438,11 +560,49 @@ def serve_one(runner) -> bool:
     return True
 
 
-def broadcast(ranks: Ranks, message: torch.Tensor, wait: bool = True) -> None:
-    """Copy rank 0's message into the other ranks' buffers; a long one takes a second broadcast.
-    wait: whether rank 0 waits until all have it. A later stage of a pipeline may still be busy with
-    the step before."""
-    if ranks.size > 1:
-        ranks.broadcast_host(message[:HEAD], wait)
-        if message[0] > HEAD:
-            ranks.broadcast_host(message[HEAD:int(message[0])], wait)
+# ---------------------------------------------------------------------- torchrun
+
+
+def under_torchrun() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
+
+
+def take_gpu(size: int, device: str) -> None:
+    """Under torchrun a rank's own GPU becomes the current one, before anything runs: all of them
+    would try their kernels on the first, and keep memory there."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if size > 1 and device == "cuda" and under_torchrun() and (
+            local_rank < torch.cuda.device_count()):  # too few: see check_gpus
+        torch.cuda.set_device(local_rank)
+
+
+def check_gpus(device: str, count: int, what: str) -> None:
+    """Raises `ValueError` where there are too few."""
+    if device == "cuda" and (found := torch.cuda.device_count()) < count:
+        raise ValueError(f"{what} needs {count} GPUs, torch sees {found}: start fewer ranks, or "
+                         "set CUDA_VISIBLE_DEVICES to all of them")
+
+
+def _join_torchrun(size: int, device: str, serve: Callable[[Ranks], None],
+                   make_ranks: Callable[..., Ranks]) -> Ranks:
+    """All ranks come here with the same script. Those above 0 serve until rank 0 shuts down, and
+    then their script ends: only rank 0 runs the rest of it."""
+    world = int(os.environ["WORLD_SIZE"])
+    if size != world:
+        raise ValueError(f"tensor_parallel_size times pipeline_parallel_size is {size}, but "
+                         f"torchrun started {world} ranks: make the two equal")
+    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
+    store = dist.PrefixStore("nanoserve", store)
+    if store.add(f"engines/{rank}", 1) > 1:
+        raise RuntimeError("torchrun's ranks have served an engine already and are gone: make one "
+                           "engine a run")
+    ranks = make_ranks(rank, size)
+    ranks.local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    ranks.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    check_gpus(device, ranks.local_size, f"torchrun with {ranks.local_size} ranks on this machine")
+    ranks.connect(store, device, [])
+    if rank > 0:
+        with closing(ranks):
+            serve(ranks)
+        raise SystemExit(0)
+    return ranks

@@ -45,6 +45,7 @@ from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import HEAD, Ranks
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.config_files import ModelConfig
+from nanoserve_extras.base.ranks import hand_out
 from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.base.weight_files import stored_tensors
 from nanoserve_extras.block_store.block_store import BlockStore
@@ -257,15 +258,15 @@ def sent(ranks: Ranks, tensors: Iterable[tuple[str, torch.Tensor]], copies: bool
     try:
         for name, tensor in checked(tensors):
             if ranks.size > 1:
-                ranks.hand_out(save({name: tensor.cpu().contiguous()}))
+                hand_out(ranks, save({name: tensor.cpu().contiguous()}))
             yield GIVEN, name, tensor.clone() if copies else tensor
     finally:
-        ranks.hand_out(b"")
+        hand_out(ranks)
 
 
 def received(ranks: Ranks) -> Tensors:
     """On another rank: the tensors that rank 0 sends."""
-    while content := ranks.hand_out():
+    while content := hand_out(ranks):
         for name, tensor in load(bytes(content)).items():
             yield GIVEN, name, tensor
 

@@ -41,8 +41,7 @@ MAY_IMPORT = {
     "graphs": ["batch", "sequence"],
     "self_test": ["batch", "build", "config", "cpu", "device", "graphs", "model_config", "ops",
                   "sequence", "triton_attention"],
-    "parallel": [],
-    "processes": ["parallel", "turns"],
+    "parallel": ["turns"],
     "loader": ["model_config"],
     "layers": ["ops", "parallel", "model_config"],
     "model": ["batch", "graphs", "layers", "model_config", "sequence"],
@@ -54,7 +53,7 @@ MAY_IMPORT = {
                "model_runner", "progress", "request", "rules", "scheduler", "sequence",
                "turns"],
     "llm": ["config", "detokenizer", "device", "engine", "hooks", "inputs", "loader",
-            "model_config", "model_runner", "parallel", "processes", "progress",
+            "model_config", "model_runner", "parallel", "progress",
             "request", "rules", "self_test"],
 }
 BOTTOM_UP = [*MAY_IMPORT]

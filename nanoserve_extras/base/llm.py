@@ -5,6 +5,7 @@
     read_checkpoint            GGUF files, transformers' networks; options become extras
     settle, check_added        facts: what goes with what (facts.py)
     describe                   the line at the start in full (start_up.py)
+    make_ranks                 heartbeats, and messages between ranks (ranks.py, watch.py)
     generate, chat, stream     vLLM's keywords, a summary
     get_metrics                what the engine did, in numbers (metrics.py)
     __getattr__                the methods of extras, and vLLM's that are missing
@@ -31,6 +32,7 @@ from nanoserve_extras.base.device import pick_device, say_why_unused
 from nanoserve_extras.base.facts import Fact, check_added, facts_of, own_parts
 from nanoserve_extras.base.inputs import Inputs, Prompt
 from nanoserve_extras.base.metrics import EngineMetrics, Metric
+from nanoserve_extras.base.ranks import WatchedRanks
 from nanoserve_extras.base.sampling_params import SamplingParams
 from nanoserve_extras.base.start_up import describe
 from nanoserve_extras.base.summary import summary
@@ -52,6 +54,7 @@ class LLM(plain.LLM):
     """
 
     make_inputs = Inputs
+    make_ranks = WatchedRanks
 
     def read_options(self, model: str | Path, options: dict) -> EngineArgs:
         return EngineArgs(model=str(model), **options)

@@ -17,7 +17,7 @@ are in flight as there are stages; a sequence samples in one of them (`Scheduler
 Invariant: **not one bit changes.** Between two layers the residual stream is two terms, and the
 next norm reads nothing but their rounded sum. So the sum alone is sent, and begins a stream.
 
-How a rank's death is noticed: processes.py. To sample on the last stage would need each
+How a rank's death is noticed: parallel.py. To sample on the last stage would need each
 row's rules there, and all that is counted for it.
 """
 
@@ -149,12 +149,14 @@ class Line:
         self.stage, self.place = world.rank // width, made_by.plan[world.rank // width]
         self.is_alone, self.coming = len(made_by.plan) == 1, made_by.coming
         self.traced = made_by.traced and width == 1
+        if not self.is_alone:
+            world.post_broadcasts()
         self.before, self.behind = ((world.rank + step) % world.size for step in (-width, width))
         self.row = torch.empty(0, config.hidden_size, dtype=on.dtype)
         self.span: list[float] = []  # from when to when this rank computed its last step
 
     def receive(self, num_rows: int, number: int | None = None) -> torch.Tensor:
-        """number: the step's, if it is not the present one (`Ranks.receive`)."""
+        """number: the step's, if it is not the present one (`WatchedRanks.receive`)."""
         stream = self.row.new_empty(num_rows, self.row.shape[1])
         number = self.world.number if number is None else number
         return self.world.receive(stream, self.before, number) if num_rows else stream

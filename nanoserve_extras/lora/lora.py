@@ -51,6 +51,7 @@ from nanoserve.rules import option
 from nanoserve.sequence import CacheEntry, Step
 from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.ranks import hand_out
 from nanoserve_extras.base.words import in_words
 from nanoserve_extras.engine_args import LoRAOptions, keep_path
 
@@ -217,12 +218,12 @@ class Adapters:
                     head = torch.zeros(HEAD, dtype=torch.int32)
                     head[:2] = torch.tensor([ADAPTER, adapter_id])
                     self.ranks.broadcast_host(head)
-                    self.ranks.hand_out(save(tensors))
+                    hand_out(self.ranks, save(tensors))
                 self._fill(adapter_id, tensors)
 
     def receive(self, head: torch.Tensor) -> None:
         """On another rank: the adapter whose head has been received."""
-        self._fill(int(head[1]), load(bytes(self.ranks.hand_out())))
+        self._fill(int(head[1]), load(bytes(hand_out(self.ranks))))
 
     def _fill(self, adapter_id: int, tensors: dict[str, torch.Tensor]) -> None:
         columns = slice((adapter_id - 1) * self.max_rank, adapter_id * self.max_rank)

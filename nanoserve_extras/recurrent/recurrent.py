@@ -472,7 +472,7 @@ class Recurrent(Extra):
         numbers = [COPY, len(pairs), *chain.from_iterable(pairs)]
         head[:len(numbers)] = torch.tensor(numbers)
         with ranks.together():
-            ranks.broadcast_host(head, wait=self.runner.config.steps_at_once == 1)
+            ranks.broadcast_host(head)
             copy_states(self.runner, head)
 
 

@@ -45,8 +45,10 @@ GB, MB = 2 ** 30, 2 ** 20
 FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd",
             "bf16", "sve"}  # those that matrices are multiplied with
 # Two ranks' start, which compares collectives. In a process: what hangs there can be ended.
-PAIR = ("from nanoserve.processes import start_ranks; "
-        "start_ranks(2, 'cuda', id).close(); print('right')")  # the second does nothing
+# The second rank does nothing (`id`).
+PAIR = ("from nanoserve.parallel import start_ranks; "
+        "from nanoserve_extras.base.ranks import WatchedRanks; "
+        "start_ranks(2, 'cuda', id, WatchedRanks).close(); print('right')")
 
 
 def main(argv: list[str] | None = None) -> int:

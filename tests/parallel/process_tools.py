@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve import LLM, SamplingParams, processes
+from nanoserve import LLM, SamplingParams, parallel
 
 looks_into_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(),
                                      reason="looks into /proc")
@@ -59,15 +59,8 @@ def run(llm: LLM, prompts=PROMPT, params=GREEDY) -> list:
 
 def in_children(monkeypatch, code: str) -> None:
     """Run this in every child started from now on, before it does anything else."""
-    monkeypatch.setattr(processes, "CHILD", processes.CHILD.replace("run_child()", f"{code}; "
-                                                                    "run_child()"))
-
-
-def hasten(monkeypatch, seconds: float = 0.2) -> None:
-    """Shorter beats in all ranks started from now on: dead after 3 s instead of 15."""
-    monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", seconds)
-    in_children(monkeypatch, "import nanoserve.processes as p; "
-                             f"p.HEARTBEAT_SECONDS = {seconds}")
+    monkeypatch.setattr(parallel, "CHILD", parallel.CHILD.replace("run_child()", f"{code}; "
+                                                                  "run_child()"))
 
 
 def hold_the_lock(seconds: float) -> None:
@@ -88,7 +81,7 @@ pids = [child.pid for child in watch.children]
 for pid in ["self", *pids]:  # what is deleted already (tqdm's lock) can't be left over
     shared = [line for line in open(f"/proc/{{pid}}/maps") if " /dev/shm/" in line]
     assert all(line.rstrip().endswith("(deleted)") for line in shared), shared
-print(tokens, pids, getattr(watch.store_server, "port", None), flush=True)
+print(tokens, pids, getattr(llm.runner.ranks.store, "port", None), flush=True)
 del watch
 {ending}
 """

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from nanoserve.parallel import Ranks
-from nanoserve.processes import FOR_EVER
+from nanoserve.parallel import FOR_EVER, Ranks
 
 
-def thread_ranks(size: int) -> list[Ranks]:
+def thread_ranks(size: int, make_ranks=Ranks) -> list[Ranks]:
     """Ranks with real groups between them, one for each of as many threads."""
-    store, ranks = dist.HashStore(), [Ranks(rank, size) for rank in range(size)]
+    store, ranks = dist.HashStore(), [make_ranks(rank, size) for rank in range(size)]
 
     def make_group(name: str, rank: int, size: int) -> dist.ProcessGroupGloo:
         return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, FOR_EVER)
@@ -20,16 +19,16 @@ def thread_ranks(size: int) -> list[Ranks]:
     def connect(one: Ranks) -> None:
         one.make_group = make_group
         one.control = one.group = make_group("host", one.rank, size)
-        one.watch = SimpleNamespace(stopped=threading.Event(), close=lambda: None,
-                                    give_up=lambda: None, find_the_dead=lambda: None)
+        one.watch = SimpleNamespace(stopped=threading.Event(), close=lambda is_told: None,
+                                    give_up=lambda: None, wait_for_reason=lambda: None)
     in_threads(ranks, connect)
     return ranks
 
 
-def start_in_threads(size: int, device: str, serve) -> Ranks:
+def start_in_threads(size: int, device: str, serve, make_ranks=Ranks) -> Ranks:
     """In the place of `llm.start_ranks`: the other ranks serve in threads of this process, and get
     what they run as processes would."""
-    first, *others = thread_ranks(size)
+    first, *others = thread_ranks(size, make_ranks)
     for one in others:
         threading.Thread(target=pickle.loads(pickle.dumps(serve)), args=(one,),
                          daemon=True).start()

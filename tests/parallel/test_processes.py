@@ -1,9 +1,9 @@
 """Ranks as processes: how they come up, serve, idle, end and die.
 
 The rules: a user's script needs no `__main__` guard and ends as it would without ranks; whoever
-dies, the others end within half a minute and name it; nobody is declared dead who only waits or was
-suspended; and no process or port outlives its engine. The oracle for text is transformers. Nothing
-here measures speed, and deadlines are generous, because machines that run tests are busy.
+dies, the others end within half a minute and name it; and no process or port outlives its engine.
+The oracle for text is transformers. Nothing here measures speed, and deadlines are generous,
+because machines that run tests are busy. (Ranks that live and hang: tests/extras/base.)
 """
 
 import gc
@@ -25,8 +25,6 @@ from process_tools import (
     SMALL,
     assert_closed,
     assert_gone,
-    hasten,
-    hold_the_lock,
     in_children,
     looks_into_proc,
     pids_of,
@@ -36,8 +34,7 @@ from process_tools import (
 )
 from safetensors.torch import load_file, save_file
 
-from nanoserve import LLM, model_runner, processes
-from nanoserve import parallel as ranks
+from nanoserve import LLM, model_runner, parallel
 from nanoserve.batch import LENGTHS, SECTIONS
 
 pytestmark = looks_into_proc
@@ -61,7 +58,7 @@ def test_two_engines_in_a_process_and_a_group_of_the_users_own(start, qwen3, exp
             texts += [out.outputs[0].token_ids for out in first.step() + second.step()
                       if out.finished]
         assert texts == [expected()] * 2
-        gone, port = pids_of(first), first.runner.ranks.watch.store_server.port
+        gone, port = pids_of(first), first.runner.ranks.store.port
         first.shutdown()
         assert [state_of(pid) for pid in gone] == [""]  # when it returns
         assert_closed(port)
@@ -125,32 +122,13 @@ def test_a_child_is_killed_in_the_middle_of_a_step(start, overlap):
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("when", [pytest.param("idle", marks=pytest.mark.full), "in a step"])
-def test_a_child_that_hangs_is_dead(start, monkeypatch, expected, when):
-    """Before that, an engine whose user holds Python's lock for longer than heartbeats may be
-    missed serves as ever. (json.loads of a large file ended it, and rank 1 was named.)"""
-    hasten(monkeypatch)
-    llm = start()
-    if when == "idle":
-        hold_the_lock(1.5 * processes.MAX_MISSED_HEARTBEATS * processes.HEARTBEAT_SECONDS)
-    assert run(llm)[0].outputs[0].token_ids == expected()
-    assert llm.runner.ranks.watch.is_alive() and not llm.runner.ranks.broken
-    [pid] = pids_of(llm)
-    os.kill(pid, signal.SIGSTOP)
-    if when == "idle":
-        wait_for(lambda: llm.runner.ranks.broken, "rank 0 notices")
-    with pytest.raises(RuntimeError, match="rank 1 died: no heartbeat for 3 s"):
-        run(llm)
-    assert_gone([pid])
-
-
 def test_ranks_share_the_threads_and_one_that_hangs_does_not_hold_up_the_end(start, monkeypatch,
                                                                              capfd):
     """Rank 0 kept all of them: more threads than cores, which wait for each other, made steps five
     times slower. What the user had is restored at the end. Then a child is asked to end, and waited
     for: half a second each here."""
-    monkeypatch.setattr(ranks, "GOODBYE_TIMEOUT", timedelta(seconds=0.5))
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(parallel, "GOODBYE_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(parallel, "GRACE_SECONDS", 0.5)
     in_children(monkeypatch, "import torch; torch.set_num_threads = lambda n: print('child', n)")
     before = torch.get_num_threads()
     try:
@@ -194,11 +172,11 @@ def test_a_step_that_can_not_be_read(start, monkeypatch, capfd):
     llm = start()
     broadcast = llm.runner.ranks.broadcast_host
 
-    def corrupt(buffer, wait=True):
+    def corrupt(buffer):
         honest = buffer.clone()
         # Not as many rows as there are sequence lengths.
         buffer[LENGTHS + list(SECTIONS).index("cu_seqlens_q")] = 1
-        broadcast(buffer, wait)
+        broadcast(buffer)
         buffer.copy_(honest)
 
     monkeypatch.setattr(llm.runner.ranks, "broadcast_host", corrupt)
@@ -247,44 +225,3 @@ def test_what_is_refused_before_anything_is_started(qwen3, monkeypatch, spawned)
     with pytest.raises(ValueError, match="2.*torchrun.*4 ranks"):
         LLM(qwen3, **SMALL, tensor_parallel_size=2)
     assert not spawned
-
-
-def test_a_rank_that_gives_up_tells_the_others(monkeypatch):
-    """torchrun's: rank 0's process may live on, with its store, and nobody counts its beats."""
-    ended, counts = [], {"heartbeat/0": 1, "heartbeat/1": 1}
-
-    class Store:
-        def add(self, key: str, number: int) -> int:
-            counts[key] += number
-            return counts[key]
-
-    monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.01)
-    monkeypatch.setattr(processes, "_end", lambda *which: ended.append(which))
-    first, second = (processes.Watch(ranks.Ranks(rank, 2), Store(), []) for rank in range(2))
-    first.start()
-    second.start()
-    first.ranks.fail("a step failed")
-    first.give_up()
-    wait_for(lambda: ended, "rank 1 notices")
-    assert ended == [(1, "rank 0 died: it could not go on")]
-    second.close()
-
-
-def test_a_heartbeat_under_way_is_over_when_the_engine_has_ended(monkeypatch):
-    """A process ended with exit code -6 once: its heartbeat came back from torch's store when
-    Python's end had begun ("terminate called without an active exception")."""
-    begun, before = threading.Event(), set(threading.enumerate())
-
-    class Store:
-        def add(self, key: str, number: int) -> int:
-            begun.set()
-            time.sleep(0.3)
-            return 1
-
-    monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", 0.001)
-    watch = processes.Watch(ranks.Ranks(0, 2), Store(), [])
-    watch.start()
-    assert begun.wait(10)
-    watch.close()
-    assert set(threading.enumerate()) <= before

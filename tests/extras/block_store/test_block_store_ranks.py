@@ -1,5 +1,5 @@
 """A folder behind several ranks: each has its share of every block, and all shares are one file.
-The ranks are threads; tests/parallel/test_processes_store.py has processes."""
+The ranks are threads; test_block_store_processes.py has processes."""
 
 import errno
 import os

@@ -1,7 +1,7 @@
 """Stages: whole layers on several ranks give, to the last bit, what one rank gives.
 
 The oracle is the engine on one rank, whose own oracle is transformers. The ranks are threads;
-tests/parallel/test_layer_plan_processes.py has processes.
+test_layer_plan_processes.py has processes.
 """
 
 import json

@@ -1,5 +1,5 @@
 """Stages as processes: they serve, one that dies is named, and Ctrl-C leaves them usable. (That
-torchrun starts them: test_processes_torchrun.py.)"""
+torchrun starts ranks: tests/parallel/test_processes_torchrun.py.)"""
 
 import os
 import signal
@@ -7,18 +7,18 @@ import threading
 import time
 
 import pytest
+from heartbeats import hasten
 from process_tools import (
     PATIENCE,
     PROMPT,
     assert_gone,
-    hasten,
     in_children,
     looks_into_proc,
     pids_of,
     run,
 )
 
-from nanoserve import processes
+from nanoserve_extras.base.watch import Heartbeats
 
 pytestmark = looks_into_proc
 STAGES = dict(tensor_parallel_size=1, pipeline_parallel_size=3)
@@ -41,15 +41,15 @@ def test_a_stage_is_killed_in_the_middle_of_a_step(start, expected):
 
 
 LOSE_ONE = """
-import nanoserve.processes as processes
-from nanoserve.parallel import Ranks
-processes.MAX_LATE_HEARTBEATS = 10
-send, sent = Ranks.send, []
+from nanoserve_extras.base.ranks import WatchedRanks
+from nanoserve_extras.base.watch import Heartbeats
+Heartbeats.MAX_LATE = 10
+send, sent = WatchedRanks.send, []
 def lose_one(ranks, x, to):
     sent.append(to)
     if len(sent) != 9:
         send(ranks, x, to)
-Ranks.send = lose_one
+WatchedRanks.send = lose_one
 """
 
 
@@ -57,7 +57,7 @@ def test_a_message_that_is_lost_ends_and_is_not_replaced_by_the_next(start, monk
     """The others had gone on beating, so it was awaited for ever; or the next step's was taken for
     it, and texts were wrong. Computing, here for longer than that, has no limit."""
     hasten(monkeypatch)
-    monkeypatch.setattr(processes, "MAX_LATE_HEARTBEATS", 10)
+    monkeypatch.setattr(Heartbeats, "MAX_LATE", 10)
     in_children(monkeypatch, f"exec({LOSE_ONE!r})")
     llm = start(tensor_parallel_size=1, pipeline_parallel_size=2)
     through, pauses = llm.runner.model.through, [2.5]
