@@ -26,9 +26,9 @@ from nanoserve.detokenizer import Tokenizer
 from nanoserve.inputs import InputProcessor, check_conversation, is_token_id
 from nanoserve.model_config import ModelConfig
 from nanoserve.progress import say
-from nanoserve_extras.base.messages import render_messages
 from nanoserve_extras.base.plain_texts import PlainTexts
 from nanoserve_extras.base.request import Request
+from nanoserve_extras.base.template_forms import render_messages
 from nanoserve_extras.base.vllm import in_our_words
 
 Prompt = str | dict | list[int] | UserDict

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 from checkpoints import byte_tokenizer
 
-from nanoserve_extras.base.messages import Taken, render_messages
+from nanoserve_extras.base.messages import Taken
+from nanoserve_extras.base.template_forms import render_messages
 
 TOKENIZER = byte_tokenizer()
 ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

@@ -11,8 +11,9 @@ from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from nanoserve_extras.base.messages import Taken, render_messages
+from nanoserve_extras.base.messages import Taken
 from nanoserve_extras.base.plain_texts import PlainTexts
+from nanoserve_extras.base.template_forms import render_messages
 
 
 def special_tokens(name: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from nanoserve import SamplingParams
 from nanoserve.detokenizer import Detokenizer
-from nanoserve_extras.base.messages import render_messages
+from nanoserve_extras.base.template_forms import render_messages
 from nanoserve_extras.server.loose_calls import Call
 from nanoserve_extras.server.tool_format import derive
 from nanoserve_extras.server.tool_schemas import kinds_of

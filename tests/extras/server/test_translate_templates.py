@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 pytest.importorskip("fastapi")
 
-from nanoserve_extras.base.messages import render_messages  # noqa: E402
+from nanoserve_extras.base.template_forms import render_messages  # noqa: E402
 from nanoserve_extras.server.protocol import ChatBody  # noqa: E402
 from nanoserve_extras.server.tool_format import derive  # noqa: E402
 from nanoserve_extras.server.translate import ResponsesBody  # noqa: E402
