@@ -97,6 +97,12 @@ def test_every_option_and_control_is_read_somewhere():
             assert re.search(rf"\b({name})\.{field.name}\b", source), field.name
 
 
+@pytest.mark.parametrize("ahead, steps", [(True, 3), (False, 1), (None, 1)])
+def test_a_step_for_each_stage_needs_a_host_that_runs_ahead(ahead, steps):
+    config = EngineConfig(model="none", pipeline_parallel_size=3, async_scheduling=ahead)
+    assert config.steps_at_once == steps
+
+
 def test_configs_are_frozen():
     """What is only known later (the number of KV blocks) is never written into a config."""
     for config in (EngineConfig(model="none"), small_llama(), Rope()):
