@@ -200,6 +200,18 @@ def test_every_kind_of_request_gets_its_own_text(engines, method):
     assert count(engines[method])["num_accepted_tokens"] - before > 20
 
 
+def test_in_a_full_step_the_small_network_computes_no_token_more(engines, monkeypatch):
+    """A decode beside seven tokens of a prompt: it begins one token earlier only if there is room.
+    """
+    prompts, params = [PROMPTS[2], PROMPTS[0] * 3], SamplingParams(temperature=0, max_tokens=12)
+    with start(speculative_config=SMALL, max_num_batched_tokens=8, max_num_seqs=3) as llm:
+        launch, sizes = llm.runner.launch, []
+        monkeypatch.setattr(llm.runner, "launch", lambda step: (
+            sizes.append(step.num_tokens) or launch(step)))
+        assert told(llm, prompts, params) == told(engines["none"], prompts, params)
+        assert max(sizes) == 8
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_logprobs_are_those_of_the_tokens(engines, method):
     params = [SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),

@@ -206,6 +206,7 @@ RULES = [(dict(), True), (dict(target_modules=["v_proj", "q_proj"]), True),
          (dict(target_modules=["_proj"]), False), (dict(target_modules=[FULL]), True),
          (dict(target_modules=r".*\.layers\..*_proj"), True),
          (dict(target_modules="q_proj"), False),
+         (dict(target_modules="ALL-linear"), True),
          (dict(target_modules="all-linear", exclude_modules=["self_attn.q_proj"]), False),
          (dict(target_modules=["q_proj"], exclude_modules=r".*k_proj|.*\.1\..*"), True),
          (dict(target_modules=["q_proj"], layers_to_transform=[1, 11]), True),
@@ -229,7 +230,7 @@ def test_peft_compares_names_in_the_same_way():
         found = lora.of_module(Path(), {"a": {key: 3}}, "a", FULL, 8)
         assert found == {key: 3}.get(get_pattern_key([key], FULL), 8), key
     for settings, _ in RULES[1:]:
-        if settings["target_modules"] != "all-linear":
+        if str(settings["target_modules"]).lower() != "all-linear":
             config = peft.LoraConfig(**settings)
             found = bool(check_target_module_exists(config, FULL))
             assert lora.is_targeted(settings, FULL) == found, settings
