@@ -30,7 +30,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from tqdm import tqdm
 
 from nanoserve.model_config import read_json
 
@@ -97,10 +96,10 @@ def find_weights(model: nn.Module, folder: Path, load_format: str = "auto",
     if load_format == "pt":
         raise ValueError("load_format='pt': nanoserve_extras, which reads pickled weights, is not "
                          "there")
-    return stored_tensors(folder, show_progress=model.ranks.rank == 0)
+    return stored_tensors(folder)
 
 
-def stored_tensors(folder: Path, show_progress: bool = False) -> Tensors:
+def stored_tensors(folder: Path) -> Tensors:
     """All tensors of a checkpoint with their files, one in memory at a time.
 
     The file is mapped, not read: a tensor's pages come from the disk when it is copied into its
@@ -110,7 +109,7 @@ def stored_tensors(folder: Path, show_progress: bool = False) -> Tensors:
     if not files:
         raise ValueError(f"{folder} holds no *.safetensors file: check the path, or convert the "
                          "checkpoint (load_format='dummy' runs on random weights)")
-    return read_files(files, read_safetensors, show_progress)
+    return read_files(files, read_safetensors)
 
 
 def weight_files(folder: Path, single: str, pattern: str) -> list[Path]:
@@ -146,12 +145,10 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def read_files(files: list[Path], read: Callable[[Path], Iterable[tuple[str, torch.Tensor]]],
-               show_progress: bool) -> Tensors:
+def read_files(files: Iterable[Path],
+               read: Callable[[Path], Iterable[tuple[str, torch.Tensor]]]) -> Tensors:
     """read: gives the tensors of a file, with their names."""
-    # disable=None: tqdm shows the bar on a terminal only.
-    hide = True if len(files) == 1 or not show_progress else None
-    for file in tqdm(files, desc="Loading weights", unit="file", disable=hide, leave=False):
+    for file in files:
         try:
             for name, tensor in read(file):
                 yield file, name, tensor

@@ -339,9 +339,8 @@ def read_eos(config: dict, generation: dict) -> tuple[int, ...]:
     token that only one of them has, and would run on without it."""
     found: list[int] = []
     for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
-        ids = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
-        if any(type(i) is not int or i < 0 for i in ids):
-            raise ValueError(f"eos_token_id={value!r:.80} must be a token id or a list of them: "
-                             "see config.json and generation_config.json")
-        found += ids
+        found += [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    if any(type(one) is not int or one < 0 for one in found):
+        raise ValueError(f"eos_token_id={found!r:.80} must be token ids: see config.json and "
+                         "generation_config.json")
     return tuple(dict.fromkeys(found))

@@ -88,7 +88,7 @@ def test_all_ranks_together_have_transformers_logits(folders, ranks_in_threads, 
                                                      expert_parallel):
     """Of two prompts, in chunks and decodes."""
     with LLM(folders(name), dtype="float32", num_gpu_blocks_override=8, max_num_batched_tokens=11,
-             tensor_parallel_size=size, enable_expert_parallel=expert_parallel) as llm:
+             tensor_parallel_size=size, expert_parallel=expert_parallel) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(
             temperature=0, max_tokens=5, ignore_eos=True, logprobs=-1), use_tqdm=False)
     model = Reference(folders(name)).model

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import Extra
@@ -90,7 +91,10 @@ def stored_tensors(folder: Path, load_format: str = "auto",
     function of that name. load_format: see FORMATS. Raises `ValueError` naming the file."""
     for single, pattern in FORMATS[load_format]:
         if files := weight_files(folder, single, pattern):
-            return read_files(files, read_any, show_progress)
+            # disable=None: tqdm shows the bar on a terminal only.
+            hide = True if len(files) == 1 or not show_progress else None
+            bar = tqdm(files, desc="Loading weights", unit="file", disable=hide, leave=False)
+            return read_files(bar, read_any)
     patterns = " or ".join(pattern for _, pattern in FORMATS[load_format])
     raise ValueError(f"{folder} holds no {patterns} file: check the path, or convert the "
                      "checkpoint (a GGUF file is named itself; load_format='dummy' runs on "

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 
 import pytest
 import torch
@@ -146,3 +147,55 @@ def test_half_a_pickle_is_named_wherever_it_was_cut(tmp_path, zipped):
         file.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="pytorch_model.bin (can't be read, truncated|asks)"):
             list(weight_files.stored_tensors(tmp_path))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "pt"])
+def test_a_folder_without_weights(copy_of, load_format):
+    """The folder of a git clone without LFS, or of another program's format."""
+    folder = copy_of("qwen3")
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+    wanted = {"safetensors": r"\*.safetensors", "pt": r"pytorch_model\*.bin",
+              "auto": r"\*.safetensors or pytorch_model\*.bin"}[load_format]
+    with pytest.raises(ValueError, match=f"qwen3.*{wanted}.*load_format='dummy'"):
+        LLM(folder, load_format=load_format)
+
+
+ROTARY = "model.layers.0.self_attn.rotary_emb."
+BUFFERS = {ROTARY + "inv_freq": (8,), "model.rotary_emb.original_inv_freq": (8,),
+           ROTARY + "cos_cached": (1, 1, 64, 16), ROTARY + "sin_cached": (64, 16),
+           "rope.freqs": (8,), "model.layers.0.self_attention.maybe_rotary.inv_freq": (8,),
+           "model.layers.1.self_attn.bias": (1, 1, 64, 64),
+           "model.layers.1.self_attn.masked_bias": ()}
+
+
+def test_tensors_that_follow_from_others_are_left_aside(copy_of, references):
+    """Tied checkpoints that store the head again, and old ones with RoPE's tables and masks as
+    buffers. What is stored there is wrong on purpose; the head is a copy of the embedding."""
+    folder = copy_of("qwen3-tied", lambda tensors: tensors | {
+        name: torch.full(shape, 9.0) for name, shape in BUFFERS.items()} | {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.embed_tokens.position_ids": torch.arange(64)[None]})
+    for impl in ("nanoserve", "transformers"):
+        llm = LLM(folder, num_gpu_blocks_override=16, model_impl=impl, dtype="float32")
+        assert greedy(llm) == references("qwen3-tied", list(range(20)), 8)[0]
+
+
+@pytest.mark.parametrize("name, shape", [
+    ("model.layers.1.self_attn.bias", (64,)), ("model.layers.1.self_attn.masked_bias", (64,)),
+    (ROTARY + "inv_freq", (4, 8, 8)), (ROTARY + "weight", (8,)),
+    ("model.embed_tokens.position_ids", (64, 64))])
+def test_a_weight_named_like_a_buffer_is_no_buffer(copy_of, name, shape):
+    """Known by its shape, or by being floats. (transformers itself passes over any inv_freq.)"""
+    folder = copy_of("qwen3-tied", lambda tensors: tensors | {name: torch.ones(shape)})
+    for impl in ("nanoserve", *["transformers"] * ("inv_freq" not in name)):
+        with pytest.raises(ValueError, match=re.escape(name)):
+            LLM(folder, num_gpu_blocks_override=16, model_impl=impl)
+
+
+def test_a_number_that_transformers_network_would_make_nan_is_refused(copy_of):
+    def damaged(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = torch.nan
+        return tensors
+
+    with pytest.raises(ValueError, match="NaN in torch.float32"):
+        LLM(copy_of("qwen3", damaged), dtype="float32", model_impl="transformers")
