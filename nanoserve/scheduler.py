@@ -326,8 +326,8 @@ class Scheduler:
                 isinstance(draft, int) and -1 <= draft < self.vocab_size for draft in found[:most]):
             return found[:most]
         extra = getattr(ask, "__self__", ask)
-        step.failed[seq] = (f"{getattr(extra, 'name', extra)} returned {found!r:.80} as drafts, "
-                            f"which must be a list of token ids below {self.vocab_size}")
+        step.failed[seq] = (f"{getattr(extra, 'name', extra)} must return a list of token ids below"
+                            f" {self.vocab_size} as drafts, got {found!r:.80}")
         return []
 
     def _interrupt(self, step: Step) -> None:

@@ -115,7 +115,8 @@ def test_a_wrong_draft_ends_its_request_alone(qwen3, expected):
     for name, end in ((name, outs[name].outputs[0]) for name in names):
         if name in extra.answers:
             assert end.finish_reason == "abort" and end.token_ids == expected(SHARED, 1)
-            assert f"Wrong returned {name} as drafts" in end.stop_reason
+            assert f"Wrong must return a list of token ids below 260 as drafts, got {name}" in (
+                end.stop_reason)
         else:
             assert end.token_ids == expected(SHARED, 6)
 
