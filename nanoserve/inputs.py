@@ -127,8 +127,8 @@ class InputProcessor:
         for message in conversation:
             if not (isinstance(message.get("role"), str)
                     and isinstance(message.get("content"), str)):
-                raise ValueError("a message needs texts as its 'role' and its 'content', got "
-                                 f"{message!r:.80}")
+                raise ValueError("a message needs texts as its 'role' and its 'content' (the "
+                                 f"package nanoserve_extras reads more), got {message!r:.80}")
         try:
             text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_options)
         except Exception as error:  # a template is a program of its own
