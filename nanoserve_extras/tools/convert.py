@@ -13,7 +13,7 @@ Invariants: the folder is there whole, or not at all. Every number of the file i
 and every entry of its metadata is known. A network that the engine would refuse is refused before
 weights are read. Where both fit into half of the free memory in float32, the engine has written a
 text from the folder before it has its name, which is that of transformers. In memory is no more
-than a shard, once more as the bytes that safetensors writes.
+than a shard.
 
 llama.cpp computes with blocks as they are: some thirty kinds, each with products of its own.
 """
@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 import nanoserve
@@ -204,8 +204,10 @@ def write_weights(folder: Path, found: list[Source], dtype: torch.dtype, quantiz
     changes, files = [], {}
     for number, shard in enumerate(shards(found, dtype, quantization, changes)):
         name = f"model-{number:05}.safetensors"
-        # Not by safetensors' own `save_file`, whose files nobody but the owner may read.
-        Path(folder, name).write_bytes(save(shard, {"format": "pt"}))
+        (file := folder / name).touch()
+        mode = file.stat().st_mode
+        save_file(shard, file, {"format": "pt"})
+        file.chmod(mode)  # as other files have it: safetensors' own nobody but the owner may read
         files |= dict.fromkeys(shard, name)
         shard.clear()  # before the next one is made
         return_freed_memory()

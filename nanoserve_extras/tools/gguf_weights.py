@@ -24,6 +24,7 @@ has a place.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,6 +190,8 @@ def swapped(numbers: torch.Tensor, dim: int) -> torch.Tensor:
 
 # ------------------------------------------------------------------------ blocks
 
+EACH_LOW_HALF = 0x0f0f0f0f0f0f0f0f  # of eight bytes at once
+
 
 def halves(blocks: torch.Tensor) -> torch.Tensor:
     """(..., 2 bytes) of float16, in float32"""
@@ -198,14 +201,26 @@ def halves(blocks: torch.Tensor) -> torch.Tensor:
 def nibbles(pairs: torch.Tensor, high: torch.Tensor | None = None) -> torch.Tensor:
     """(..., n) bytes to (..., 2 n): numbers of 4 bits, of which the low halves come first. high:
     the fifth bits of all, (..., n / 4)."""
-    low = torch.cat([pairs & 15, pairs >> 4], -1)
-    return low if high is None else low | fields(high, 1, 8) << 4
+    words, low = pairs.clone(memory_format=torch.contiguous_format).view(torch.int64), EACH_LOW_HALF
+    out = words.new_empty(*words.shape[:-1], 2, words.shape[-1])
+    torch.bitwise_and(words, low, out=out[..., 0, :])
+    torch.bitwise_and(words >> 4, low, out=out[..., 1, :])
+    out = out.flatten(-2).view(torch.uint8)
+    return out if high is None else out.bitwise_or_(fields(high, 1, 8) << 4)
 
 
 def fields(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """(..., n) bytes to (..., n * count): each byte's numbers of some bits, the lowest first."""
-    shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8)
-    return (packed[..., None] >> shifts & 2 ** bits - 1).flatten(-2)
+    found = numbers_of_bytes(bits, count).index_select(0, packed.flatten().int())
+    return found.view(*packed.shape).view(torch.uint8)
+
+
+@cache
+def numbers_of_bytes(bits: int, count: int) -> torch.Tensor:
+    """(256,): the numbers of some bits in each byte, as bytes of one word."""
+    table = [[byte >> bits * i & 2 ** bits - 1 for i in range(count)] for byte in range(256)]
+    words = torch.tensor(table, dtype=torch.uint8)  # (256, count)
+    return words.view(torch.int64 if count == 8 else torch.int32)[:, 0]
 
 
 def q4_0(b: torch.Tensor) -> Quantised:
@@ -218,12 +233,12 @@ def q4_1(b: torch.Tensor) -> Quantised:
 
 
 def q5_0(b: torch.Tensor) -> Quantised:
-    values = nibbles(b[..., 6:], b[..., 2:6]).to(torch.int8) - 16
+    values = nibbles(b[..., 6:], b[..., 2:6]).view(torch.int8).sub_(16)
     return Quantised(values, halves(b[..., :2]), None, GROUP)
 
 
 def q5_1(b: torch.Tensor) -> Quantised:
-    values = nibbles(b[..., 8:], b[..., 4:8]).to(torch.int8)
+    values = nibbles(b[..., 8:], b[..., 4:8]).view(torch.int8)
     return with_minima(values, halves(b[..., :2]), halves(b[..., 2:4]), GROUP)
 
 
@@ -248,7 +263,7 @@ def q5_k(b: torch.Tensor) -> Quantised:
     """Bit i of byte k is the fifth of number k in group i."""
     low = nibbles(b[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     high = fields(b[..., 16:48], 1, 8).unflatten(-1, (32, 8)).mT
-    return with_minima((low | high << 4).to(torch.int8), *levels(b), GROUP)
+    return with_minima((low | high << 4).view(torch.int8), *levels(b), GROUP)
 
 
 def q6_k(b: torch.Tensor) -> Quantised:
@@ -257,7 +272,7 @@ def q6_k(b: torch.Tensor) -> Quantised:
     low = nibbles(b[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
     high = fields(b[..., 128:192].unflatten(-1, (2, 32)), 2, 4).unflatten(-1, (32, 4)).mT
     scales = b[..., 192:208].contiguous().view(torch.int8) * halves(b[..., 208:])[..., None]
-    return Quantised((low | high << 4).to(torch.int8) - 32, scales, None, GROUP // 2)
+    return Quantised((low | high << 4).view(torch.int8).sub_(32), scales, None, GROUP // 2)
 
 
 def in_matrix(size: int, read: Callable[[torch.Tensor], Quantised]) -> Callable:
