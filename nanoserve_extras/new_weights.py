@@ -152,7 +152,7 @@ def read(weights: Weights, engine: LLMEngine,
         return None, list(weights.items())
     if not isinstance(weights, (str, Path)):
         return None, weights if isinstance(weights, (list, tuple)) else iter(weights)
-    folder, old = find_folder(weights), engine.runner.model_config
+    folder, old = find_folder(weights, dtype=engine.config.dtype), engine.runner.model_config
     if engine.runner.parts.make_network is None:
         new = ModelConfig.from_folder(folder, engine.config.hf_overrides)
     else:  # imported here, since it imports transformers

@@ -20,14 +20,16 @@ READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
 
 
 def find_folder(model: str | Path, option: str = "model", *, quantization: str | None = None,
-                revision: str | None = None, weights: bool = True, code: bool = False) -> Path:
+                dtype: str = "auto", revision: str | None = None, weights: bool = True,
+                code: bool = False) -> Path:
     """The folder of a model, whatever names it: see `find_model`, which the arguments are for.
-    quantization: the bits of a GGUF file's weights. Raises `ValueError` that names the option."""
+    quantization, dtype: the engine's, for a GGUF file's weights. Raises `ValueError` that names the
+    option."""
     if not isinstance(model, (str, Path)) or not str(model).strip():
         raise ValueError(f"{option}={model!r}: name a folder or a hub id")
     file = find("tools.gguf_files.find_file")(model, option, revision)
     if file is not None:
-        return find("tools.convert.kept")(file, quantization, option)
+        return find("tools.convert.kept")(file, quantization, option, dtype)
     place = Path(model).expanduser()
     if place.exists() and not place.is_dir():
         raise ValueError(f"{option}={str(model)!r} is a file: name the folder it lies in")

@@ -61,8 +61,9 @@ class LLM(plain.LLM):
 
     def read_checkpoint(self, model: str | Path, asked: EngineArgs, given: list[Extra],
                         ) -> tuple[EngineConfig, Path, list[Extra]]:
-        folder = find_folder(model, quantization=asked.quantization, revision=asked.revision,
-                             weights=asked.load_format != "dummy", code=asked.trust_remote_code)
+        folder = find_folder(model, quantization=asked.quantization, dtype=asked.dtype,
+                             revision=asked.revision, weights=asked.load_format != "dummy",
+                             code=asked.trust_remote_code)
         config, self.model_config, extras = choose(asked, folder, given)
         say_why_unused(config.device)
         config = replace(config, device=pick_device(config.device))

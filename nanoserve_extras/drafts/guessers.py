@@ -195,7 +195,7 @@ class ModelGuesser(Guesser):
             raise ValueError("model is missing: name a small model with the same vocabulary (a "
                              "folder, a hub id or a GGUF file)")
         name = str(asked["model"])
-        folder = find_folder(name, weights=config.load_format != "dummy",
+        folder = find_folder(name, dtype=config.dtype, weights=config.load_format != "dummy",
                             code=config.trust_remote_code)
         asked["model"] = str(folder)  # where other ranks will look for it
         if "Assistant" in (architecture := read_architecture(read_config(folder))):

@@ -115,14 +115,18 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
     print(*report(changes), sep="\n")
 
 
-def kept(file: Path, quantization: str | None = None, option: str = "model") -> Path:
+def kept(file: Path, quantization: str | None = None, option: str = "model",
+         dtype: str = "auto") -> Path:
     """The folder that a file was converted into, or is now. A file of another content, by its size,
     time and last numbers, is another one; so is it after an upgrade or a change of SOURCES, which
-    may have mended a conversion. quantization: the engine's; its bits are the folder's. option:
-    where the file was named. Raises `ValueError` for what can't be converted."""
+    may have mended a conversion. quantization, dtype: the engine's; its bits are the folder's, and
+    so is a dtype that was asked for: float32 has the file's own numbers. option: where the file was
+    named. Raises `ValueError` for what can't be converted."""
     name, cache = f"{option}={str(file)!r}", cache_folder()
     remedy = f"nanoserve convert {file.name} FOLDER, and name the folder"
     bits = quantization if quantization in BITS else None
+    dtype = dtype if dtype in DTYPES else DTYPES[0]
+    kind = "".join(f"-{one}" for one in (bits, dtype) if one not in (None, DTYPES[0]))
     if cache is None:
         raise ValueError(f"{name}: there is no cache folder of this user's own to "
                          f"convert it into: {remedy}")
@@ -134,14 +138,14 @@ def kept(file: Path, quantization: str | None = None, option: str = "model") -> 
     versions = transformers.__version__, nanoserve.__version__
     content = repr((status.st_size, status.st_mtime_ns, *versions)).encode()
     about = digest(converter + last + content)
-    folder = cache / "gguf" / f"{file.stem}{f'-{bits}' if bits else ''}-{about}"
+    folder = cache / "gguf" / f"{file.stem}{kind}-{about}"
     if not folder.exists():
-        say(f"{file.name} is converted into {folder}, once. For another dtype or place: {remedy}")
+        say(f"{file.name} is converted into {folder}, once. For another place: {remedy}")
         verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
         try:
             with redirect_stdout(sys.stderr):
-                convert(file, folder, DTYPES[0], bits)
+                convert(file, folder, dtype, bits)
         except OSError as error:
             if not folder.exists():  # else another process was faster
                 raise ValueError(f"{name} can't be converted into {folder}: {error}: "

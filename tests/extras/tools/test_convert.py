@@ -288,10 +288,9 @@ def test_a_file_that_was_cut_off_is_named(made, tmp_path, capsys):
 
 
 def test_a_gguf_file_is_a_model_and_is_converted_once(made, tmp_path, monkeypatch, capfd):
-    """What its user means by LLM("x.gguf"). Numbers are rounded to bfloat16 on the way."""
+    """What its user means by LLM("x.gguf"). In float32 the numbers are the file's, otherwise
+    rounded to bfloat16."""
     file, dense = made()
-    save_file({name: one.bfloat16().float() for name, one in load_file(
-        dense / "model.safetensors").items()}, dense / "model.safetensors", {"format": "pt"})
     monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
     expected = texts(dense)
     capfd.readouterr()
@@ -300,17 +299,23 @@ def test_a_gguf_file_is_a_model_and_is_converted_once(made, tmp_path, monkeypatc
         out, said = capfd.readouterr()
         assert said.count("tiny.gguf is converted into") == times and not out
     texts(str(file), quantization="int4")
-    assert {one.name.rpartition("-")[0] for one in (tmp_path / "cache" / "gguf").iterdir()} == {
-        "tiny", "tiny-int4"}
+    LLM(str(file), num_gpu_blocks_override=24).shutdown()
+    folders = {one.name.rpartition("-")[0]: one for one in (tmp_path / "cache" / "gguf").iterdir()}
+    assert folders.keys() == {"tiny", "tiny-float32", "tiny-int4-float32"}
+    numbers = load_file(dense / "model.safetensors")
+    for name, change in (("tiny-float32", torch.Tensor.float), ("tiny", torch.Tensor.bfloat16)):
+        found = load_file(folders[name] / "model.safetensors")
+        assert found.keys() == numbers.keys()
+        assert all(torch.equal(one, change(numbers[key])) for key, one in found.items())
     time = file.stat().st_mtime_ns
     file, _ = made(seed=1)  # another file of that name and size, and, as from an archive, time
     os.utime(file, ns=(time, time))
     assert texts(file) != expected
-    assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 3
+    assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 4
     (tmp_path / "mended.py").write_text("another converter")
     monkeypatch.setattr(convert, "SOURCES", [tmp_path / "mended.py"])
     texts(file)
-    assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 4
+    assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 5
 
 
 def test_a_gguf_file_that_can_not_be_converted_is_named(tmp_path, monkeypatch):
