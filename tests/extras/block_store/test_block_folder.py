@@ -108,6 +108,7 @@ def test_the_least_recently_used_files_go_when_the_limit_is_reached(tmp_path):
         assert found(folder, NAMES[0])
         folder.touch(NAMES[:1])  # it is used all the time
         assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 20 * 1050
+        assert i >= 20 or len(list(tmp_path.iterdir())) == i + 1, "none goes before"
     kept = [i for i, name in enumerate(NAMES) if found(folder, name)]
     assert kept == [0, *range(40 - len(kept) + 1, 40)] and 15 <= len(kept) <= 20
 

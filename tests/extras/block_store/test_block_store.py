@@ -13,6 +13,7 @@ from test_scheduler_random import Drive, FakeDevice, Launched, Workload, workloa
 from nanoserve import SamplingParams
 from nanoserve.block_manager import BlockManager
 from nanoserve.sequence import CacheEntry, Step
+from nanoserve_extras.block_store.block_host import HostBlocks
 from nanoserve_extras.block_store.block_store import BlockStore
 
 
@@ -113,6 +114,17 @@ def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
             for tokens in (first.tokens, second.tokens, [3] * 4)]
     assert [store.find(Step(1), seq, 0) for seq in seqs] == [2, 2, 0]
     assert not set(store.found[seqs[0]]) & set(store.found[seqs[1]])
+
+
+def test_of_host_blocks_the_one_that_was_not_wanted_for_longest_is_taken():
+    """An empty one first; of a chain the last before the first, unless it is wanted since."""
+    blocks = HostBlocks(4)
+    chain = blocks.take(3)
+    for digest, host_id in zip((b"1", b"2", b"3"), chain, strict=True):
+        blocks.put(digest, host_id)
+    blocks.release(chain)
+    blocks.touch(blocks.find(b"3"))
+    assert blocks.take(4) == [3, chain[1], chain[0], chain[2]]
 
 
 def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
