@@ -47,13 +47,11 @@ from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
 EPS = 1e-6
-ROWS = (1, 9, 64)
+ROWS = {f"a batch of {rows}": rows for rows in (1, 9, 64)}
 # (query_len, seq_len) of each row: a long one, whose keys are split; many; decodes beside others.
 CROWDS = {"1 row": [(1, 700)], "9 rows": [(1, n) for n in range(1, 80, 9)],
           "64 rows": [(1, 1 + n % 7) for n in range(64)],
           "drafts": [(1, 30), (5, 700), (2, 33)], "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
-Cases = Iterator[tuple[str, tuple]]  # a name, and what the call is given
-Compared = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # a name, a result, the right one
 
 
 # ------------------------------------------------------------- the backend is there
@@ -139,6 +137,8 @@ class Shapes(NamedTuple):
     is_int8: bool = False  # the KV cache is int8
     windows: tuple[int | None, ...] = (None,)
     softcap: float | None = None
+    device: torch.device = torch.device("cpu")
+    exact: bool = False  # the same numbers in float32
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> "Shapes":
@@ -149,7 +149,14 @@ class Shapes(NamedTuple):
                    model.num_attention_heads // model.num_key_value_heads, config.block_size,
                    model.activation or "silu", model.qk_norm, min(model.num_experts, 8),
                    config.kv_cache_dtype == "int8",
-                   tuple(sorted(set(model.windows), key=str)), model.attention_softcap)
+                   tuple(sorted(set(model.windows), key=str)), model.attention_softcap,
+                   torch.device(config.device))
+
+    def numbers(self, *sizes: int) -> torch.Tensor:
+        """The same ones for the same sizes."""
+        drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+        rounded = drawn.to(self.device, self.dtype)
+        return rounded.float() if self.exact else rounded
 
 
 def failing_functions(config: EngineConfig,
@@ -160,7 +167,7 @@ def failing_functions(config: EngineConfig,
     if config.kernels == "torch" or interpreted:
         return (), []
     backend, shapes = load_backend(config.kernels), Shapes.of(config, model)
-    found = wrong_functions(backend, shapes, torch.device(config.device))
+    found = wrong_functions(backend, shapes)
     report = "Please report this, with what nanoserve doctor prints"
     longest = config.max_model_len or model.max_position_embeddings
     if not sees_as_backends(shapes.windows, longest):
@@ -175,20 +182,20 @@ def failing_functions(config: EngineConfig,
                    f"{instead}. {report}"]
 
 
-def wrong_functions(backend: ModuleType, shapes: Shapes, device: torch.device) -> dict[str, str]:
+def wrong_functions(backend: ModuleType, shapes: Shapes) -> dict[str, str]:
     """What is wrong with a function, by its name; tried once on a machine, and remembered. Raises
     `ValueError` if a kernel has broken the device."""
-    key = digest(repr((shapes, machine_of(backend, device))).encode())
+    key = digest(repr((shapes, machine_of(backend, shapes.device))).encode())
     found = remembered(key)
     if found is not None:
         return found
-    with current(device):
+    with current(shapes.device):
         with memory_for("a trial of the kernels: end other programs that use the memory"):
-            tried = trials(backend, shapes, device)
+            tried = trials(backend, shapes)
         found = {name: error for name, (_, error) in tried.items() if error}
         remember(key, found)
         try:
-            torch.zeros(1, device=device).item()
+            torch.zeros(1, device=shapes.device).item()
         except RuntimeError as error:
             raise ValueError(f"a kernel has broken the state of the GPU ({found}): start "
                              "again, which leaves it out, or with kernels='torch'") from error
@@ -255,14 +262,13 @@ def with_replaced(backend: ModuleType, names: tuple[str, ...]) -> ModuleType | S
 # ------------------------------------------------------------------- the comparison
 
 
-def trials(backend: ModuleType, shapes: Shapes, device: torch.device,
+def trials(backend: ModuleType, shapes: Shapes,
            graph_class: type = CudaGraph) -> dict[str, tuple[float, str]]:
     """By function: its largest relative error, and a sentence if that is too large. Raises what
     says that memory ran out, which is no fault of a function: nothing may be remembered then."""
-    given = backend, shapes, device
-    tried = {name: results(check, *given) for name, check in CHECKS.items()}
-    if device.type == "cuda" or graph_class is not CudaGraph:
-        tried["graph"] = replays(*given, graph_class)
+    tried = {name: results(check, backend, shapes) for name, check in CHECKS.items()}
+    if shapes.device.type == "cuda" or graph_class is not CudaGraph:
+        tried["graph"] = replays(backend, shapes, graph_class)
     tolerance = max(TOLERANCE[shapes.dtype], 6e-3 * shapes.is_int8)  # one step of an int8 more
     found = {}
     for name, compared in tried.items():
@@ -275,9 +281,9 @@ def trials(backend: ModuleType, shapes: Shapes, device: torch.device,
     return found
 
 
-def compare(name: str, compared: Compared, tolerance: float) -> tuple[float, str]:
+def compare(name: str, compared: Iterable[tuple], tolerance: float) -> tuple[float, str]:
     """The largest relative error of a function's results, and a sentence on the first that is too
-    large."""
+    large. compared: what was computed, the result, and what it should be."""
     worst, error = 0.0, ""
     for what, got, expected in compared:
         expected = expected.double()
@@ -289,33 +295,29 @@ def compare(name: str, compared: Compared, tolerance: float) -> tuple[float, str
 
 
 class Check(NamedTuple):
-    """How a function is tried. cases: (shapes, device), gives what the call is given, by a name.
-    call: gives the results of a backend, which is its first argument. uses: the functions that the
-    call calls."""
+    """How a function is tried. call: (backend, shapes, size), gives its results for numbers of that
+    size. sizes: by name. uses: the functions that are called."""
 
-    cases: Callable[..., Cases]
     call: Callable[..., Iterable[torch.Tensor]]
+    sizes: dict[str, Any]
     uses: set[str]
 
 
-def results(check: Check, backend: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
-    """`ops` gets the same numbers in float32."""
-    for what, given in check.cases(shapes, device):
-        in_float32 = [one.float() if isinstance(one, torch.Tensor) and one.is_floating_point()
-                      else one for one in given]
-        pairs = zip(check.call(backend, *given), check.call(ops, *in_float32), strict=True)
-        yield from ((what, got, expected) for got, expected in pairs)
+def results(check: Check, backend: ModuleType, shapes: Shapes) -> Iterator[tuple]:
+    for what, size in check.sizes.items():
+        got = check.call(backend, shapes, size)
+        expected = check.call(ops, shapes._replace(exact=True), size)
+        yield from ((what, *pair) for pair in zip(got, expected, strict=True))
 
 
-def replays(backend: ModuleType, shapes: Shapes, device: torch.device,
-            graph_class: type) -> Compared:
+def replays(backend: ModuleType, shapes: Shapes, graph_class: type) -> Iterator[tuple]:
     """Recorded once, replayed twice, each time with other contents at the same addresses."""
-    crowd = Crowd(shapes, device, [(1, 30)] * 4)
-    weight = backend.prepack(numbers(shapes, device, 136, 2 * shapes.group * shapes.head_dim))
+    crowd = Crowd(shapes, [(1, 30)] * 4)
+    weight = backend.prepack(shapes.numbers(136, 2 * shapes.group * shapes.head_dim))
     caches = crowd.caches(backend)
 
     def step() -> torch.Tensor:
-        return backend.linear(crowd.step(backend, caches).flatten(1), weight)
+        return backend.linear(crowd.attend(backend, caches).flatten(1), weight)
 
     step()  # once for real: kernels are compiled
     recording = graph_class()
@@ -325,104 +327,83 @@ def replays(backend: ModuleType, shapes: Shapes, device: torch.device,
         yield f"contents {factor}", recording.replay().clone(), step()
 
 
-# ------------------------------------------------------------- what each function is given
+# ---------------------------------------------------------------------- the calls
 
 
-def numbers(shapes: Shapes, device: torch.device, *sizes: int) -> torch.Tensor:
-    drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
-    return drawn.to(device, shapes.dtype)
+def norms(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
+    x, weight = shapes.numbers(rows, shapes.hidden_size), shapes.numbers(shapes.hidden_size).float()
+    return [backend.rms_norm(x, weight, EPS), *backend.add_rms_norm(x, 2 * x, weight, EPS)]
 
 
-def norms(shapes: Shapes, device: torch.device) -> Cases:
-    weight = numbers(shapes, device, shapes.hidden_size).float()
-    for rows in ROWS:
-        x = numbers(shapes, device, rows, shapes.hidden_size)
-        yield f"a batch of {rows}", (x, 2 * x, weight)
+def gates(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
+    return [backend.act_and_mul(shapes.numbers(rows, 2 * 136), shapes.activation)]
 
 
-def gates(shapes: Shapes, device: torch.device) -> Cases:
-    for rows in ROWS:
-        yield f"a batch of {rows}", (numbers(shapes, device, rows, 2 * 136), shapes.activation)
+def products(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
+    x, bias = shapes.numbers(rows, shapes.hidden_size), shapes.numbers(136)
+    packed = backend.prepack(shapes.numbers(136, shapes.hidden_size))
+    return [backend.linear(x, packed, bias), backend.linear(x, packed, None, torch.float32)]
 
 
-def products(shapes: Shapes, device: torch.device) -> Cases:
-    weight, bias = numbers(shapes, device, 136, shapes.hidden_size), numbers(shapes, device, 136)
-    for rows in ROWS:
-        x = numbers(shapes, device, rows, shapes.hidden_size)
-        yield f"a batch of {rows}", (x, weight, bias)
+def rows_of_a_matrix(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
+    ids = torch.arange(rows, device=shapes.device).flip(0)
+    return [backend.embed(ids, backend.prepack(shapes.numbers(136, shapes.hidden_size)))]
 
 
-def rows_of_a_matrix(shapes: Shapes, device: torch.device) -> Cases:
-    ids = torch.arange(136, device=device).flip(0)
-    yield "rows", (ids, numbers(shapes, device, 136, shapes.hidden_size))
-
-
-def mixtures(shapes: Shapes, device: torch.device) -> Cases:
+def mixtures(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
     count, size = shapes.num_experts, shapes.hidden_size
     if not count:
-        return
-    gate_up = numbers(shapes, device, count, 2 * 72, size) * size ** -0.5
-    down = numbers(shapes, device, count, size, 72) / 8
-    for rows in ROWS:
-        scores = numbers(shapes, device, rows, count).float().softmax(-1)
-        weights, ids = scores.topk(min(count, 2))
-        yield f"a batch of {rows}", (numbers(shapes, device, rows, size), weights, ids, gate_up,
-                                     down, shapes.activation)
+        return []
+    gate_up = shapes.numbers(count, 2 * 72, size) * size ** -0.5
+    down = shapes.numbers(count, size, 72) / 8
+    weights, ids = shapes.numbers(rows, count).float().softmax(-1).topk(min(count, 2))
+    return [backend.experts(shapes.numbers(rows, size), weights, ids, backend.prepack(gate_up),
+                            backend.prepack(down), 0, shapes.activation)]
 
 
-def crowds(shapes: Shapes, device: torch.device) -> Cases:
-    for what, rows in CROWDS.items():
-        crowd = Crowd(shapes, device, rows)
-        for window in shapes.windows:
-            yield f"{what}, window {window}", (crowd, window)
+def attention(backend, shapes: Shapes, rows: list[tuple[int, int]]) -> list[torch.Tensor]:
+    crowd = Crowd(shapes._replace(exact=False), rows)  # its scores are as exact as its keys
+    caches = crowd.caches(backend)
+    return [crowd.attend(backend, caches, window) for window in shapes.windows]
 
 
-def many_logits(shapes: Shapes, device: torch.device) -> Cases:
+def permutations(shapes: Shapes, rows: int) -> torch.Tensor:
+    """Logits, (rows, 200), which every dtype says exactly."""
     order = torch.Generator().manual_seed(0)
-    logits = torch.stack([torch.randperm(200, generator=order) for _ in range(200)])
-    yield "200 rows", ((logits / 8).to(device, shapes.dtype),)  # exact in every dtype
+    logits = torch.stack([torch.randperm(200, generator=order) for _ in range(rows)]) / 8
+    return logits.to(shapes.device, shapes.dtype)
 
 
-def filters(shapes: Shapes, device: torch.device) -> Cases:
-    for what, (logits,) in many_logits(shapes, device):
-        heat, top_p, min_p = (torch.full((len(logits),), x, device=device)
-                              for x in (0.5, 0.9, 1e-3))
-        top_k = torch.arange(len(logits), device=device).int() % 40
-        yield what, (logits, heat, top_k, top_p, min_p)
+def likeliest(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
+    return [backend.argmax(permutations(shapes, rows))]
 
 
-def draws(shapes: Shapes, device: torch.device) -> Cases:
-    count = torch.arange(1000, device=device)
-    logits = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device, dtype=shapes.dtype)
-    yield "shares", (logits.repeat(1000, 1), torch.full_like(count, 2).float(), count * 7919, count)
+def filters(backend, shapes: Shapes, rows: int) -> Iterable[torch.Tensor]:
+    heat, top_p, min_p = torch.tensor([[0.5], [0.9], [1e-3]], device=shapes.device).repeat(1, rows)
+    top_k = torch.arange(rows, device=shapes.device).int() % 40
+    return backend.thresholds(permutations(shapes, rows), heat, top_k, top_p, min_p)
 
 
-def share_of_each(backend: Any, logits: torch.Tensor, temperature: torch.Tensor,
-                  seeds: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
-    """A backend draws in its own way: 0.1 is some six standard deviations of a share, and counts as
-    none."""
-    drawn = backend.sample_tokens(logits, temperature, seeds, positions)
-    share = torch.bincount(drawn, minlength=logits.shape[1]) / len(drawn)
-    exact = (logits[0].float() / temperature[0]).softmax(-1)
+def draws(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
+    """How often each of four tokens is drawn. A backend draws in its own way: less than 0.1, some
+    six standard deviations of a share, counts as no difference."""
+    logits = torch.tensor([1.0, 2.0, 3.0, 4.0], device=shapes.device)
+    numbers, heat = torch.arange(rows, device=shapes.device), logits.new_full((rows,), 2)
+    drawn = backend.sample_tokens(logits.to(shapes.dtype).repeat(rows, 1), heat, numbers * 7919,
+                                  numbers)
+    share, exact = torch.bincount(drawn, minlength=4) / rows, (logits / 2).softmax(-1)
     return [share if (share - exact).abs().max() > 0.1 else exact]
-
-
-def mixed(backend: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
-          gate_up: torch.Tensor, down: torch.Tensor, activation: str) -> list[torch.Tensor]:
-    packed = backend.prepack(gate_up), backend.prepack(down)
-    return [backend.experts(x, weights, ids, *packed, 0, activation)]
 
 
 class Crowd:
     """Rows of an ordinary step on two KV heads, whose earlier tokens are in the cache."""
 
-    def __init__(self, shapes: Shapes, device: torch.device, rows: list[tuple[int, int]]):
-        self.shapes, self.device, self.num_blocks = shapes, device, 0
+    def __init__(self, shapes: Shapes, rows: list[tuple[int, int]]):
+        self.shapes, self.num_blocks = shapes, 0
         self.before, self.batch = self.build([(n, n) for _, n in rows]), self.build(rows)
-        heads = 2 * (shapes.group + 2)
-        self.past, self.qkv = (numbers(shapes, device, one.num_tokens, heads, shapes.head_dim)
-                               for one in (self.before, self.batch))
-        self.weight = numbers(shapes, device, shapes.head_dim).float() if shapes.qk_norm else None
+        self.past, self.qkv = (shapes.numbers(one.num_tokens, 2 * (shapes.group + 2),
+                                              shapes.head_dim) for one in (self.before, self.batch))
+        self.weight = shapes.numbers(shapes.head_dim).float() if shapes.qk_norm else None
 
     def build(self, rows: list[tuple[int, int]]) -> Batch:
         """Each row's blocks lie backwards in memory."""
@@ -435,48 +416,38 @@ class Crowd:
             step.starts.append(seq_len - query_len)
         self.num_blocks = end
         lengths = [seq_len for _, seq_len in rows]
-        builder = BatchBuilder(len(rows), sum(lengths), max(lengths), block_size, self.device)
-        return builder.build(step)
+        return BatchBuilder(len(rows), sum(lengths), max(lengths), block_size,
+                            self.shapes.device).build(step)
 
-    def attend(self, backend: Any, window: int | None) -> list[torch.Tensor]:
-        return [self.step(backend, self.caches(backend), window)]
-
-    def caches(self, backend: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def caches(self, backend) -> tuple[torch.Tensor, torch.Tensor]:
         """With all keys and values, also those that a step then writes anew."""
-        dtype = torch.int8 if self.shapes.is_int8 else self.shapes.dtype
+        dtype = torch.int8 if self.shapes.is_int8 else self.past.dtype
         caches = backend.new_cache(self.num_blocks, self.shapes.block_size, 2,
-                                   self.shapes.head_dim, dtype, self.device)
+                                   self.shapes.head_dim, dtype, self.shapes.device)
         self.store(backend, self.past, self.before, caches)
         return caches
 
-    def step(self, backend: Any, caches: tuple, window: int | None = None) -> torch.Tensor:
+    def attend(self, backend, caches: tuple, window: int | None = None) -> torch.Tensor:
         q = self.store(backend, self.qkv, self.batch, caches)
         return backend.paged_attention(q, *caches, self.batch, self.shapes.head_dim ** -0.5,
                                        window, self.shapes.softcap)
 
-    def store(self, backend: Any, qkv: torch.Tensor, batch: Batch, caches: tuple) -> torch.Tensor:
+    def store(self, backend, qkv: torch.Tensor, batch: Batch, caches: tuple) -> torch.Tensor:
         size = self.shapes.head_dim
-        frequencies = 1e4 ** (-torch.arange(0, size, 2, device=self.device) / size)
+        frequencies = 1e4 ** (-torch.arange(0, size, 2, device=qkv.device) / size)
         angles = (batch.positions[:, None] * frequencies).repeat(1, 2)
         return backend.norm_rope_store(qkv, self.weight, self.weight, EPS, angles.cos(),
                                        angles.sin(), *caches, batch.slot_mapping)
 
 
 CHECKS = {
-    "rms_norm": Check(norms, lambda backend, x, residual, weight: [
-        backend.rms_norm(x, weight, EPS), *backend.add_rms_norm(x, residual, weight, EPS)],
-        {"rms_norm", "add_rms_norm"}),
-    "act_and_mul": Check(gates, lambda backend, x, activation: [
-        backend.act_and_mul(x, activation)], {"act_and_mul"}),
-    "linear": Check(products, lambda backend, x, weight, bias: [
-        backend.linear(x, backend.prepack(weight), bias),
-        backend.linear(x, backend.prepack(weight), None, torch.float32)], {"prepack", "linear"}),
-    "embed": Check(rows_of_a_matrix, lambda backend, ids, weight: [
-        backend.embed(ids, backend.prepack(weight))], {"prepack", "embed"}),
-    "experts": Check(mixtures, mixed, {"prepack", "experts"}),
-    "paged_attention": Check(crowds, lambda backend, crowd, window: crowd.attend(backend, window),
+    "rms_norm": Check(norms, ROWS, {"rms_norm", "add_rms_norm"}),
+    "act_and_mul": Check(gates, ROWS, {"act_and_mul"}),
+    "linear": Check(products, ROWS, {"prepack", "linear"}),
+    "embed": Check(rows_of_a_matrix, ROWS, {"prepack", "embed"}),
+    "experts": Check(mixtures, ROWS, {"prepack", "experts"}),
+    "paged_attention": Check(attention, CROWDS,
                              {"new_cache", "norm_rope_store", "paged_attention"}),
-    "argmax": Check(many_logits, lambda backend, logits: [backend.argmax(logits)], {"argmax"}),
-    "thresholds": Check(filters, lambda backend, *given: backend.thresholds(*given),
-                        {"thresholds"}),
-    "sample_tokens": Check(draws, share_of_each, {"argmax", "thresholds", "sample_tokens"})}
+    "argmax": Check(likeliest, ROWS, {"argmax"}),
+    "thresholds": Check(filters, {"200 rows": 200}, {"thresholds"}),
+    "sample_tokens": Check(draws, {"shares": 1000}, {"argmax", "thresholds", "sample_tokens"})}

@@ -67,13 +67,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nanoserve doctor: {error}", file=sys.stderr)
         return 1
     rows = machine(config) + [("falls back", sentence, "slower") for sentence in said + more]
-    device, backend = torch.device(config.device), load_backend(config.kernels)
-    with current(device):
-        shapes = trial.Shapes.of(config, model)
+    backend, shapes = load_backend(config.kernels), trial.Shapes.of(config, model)
+    with current(shapes.device):
         for part, given in ((functions, backend), (quantised, kind_of_weight(config.kernels)),
                             (times, backend)):
             try:
-                rows += part(given, shapes, device)
+                rows += part(given, shapes)
             except Exception as error:  # memory ran out, or a kernel has broken the device
                 rows.append((part.__name__, f"{type(error).__name__}: {error!s:.150}", "WRONG"))
     rows += pairs(torch.cuda.device_count())
@@ -137,12 +136,12 @@ def printed(command: list[str], seconds: float = 20, **environment: str) -> str:
     return (done.stdout if done.returncode == 0 else done.stderr[-300:]).strip()
 
 
-def functions(backend, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
+def functions(backend, shapes: trial.Shapes) -> list[Finding]:
     """The model's own kinds, then those that other models have."""
     found: dict[str, tuple[float, str]] = {}
     for one in (shapes, shapes._replace(is_int8=True, windows=(None, 100), num_experts=8,
                                         softcap=30.0, activation="gelu_tanh")):
-        for name, outcome in trial.trials(backend, one, device).items():
+        for name, outcome in trial.trials(backend, one).items():
             found[name] = max(found.get(name, outcome), outcome, key=lambda x: (bool(x[1]), x[0]))
     return verdicts(found)
 
@@ -152,10 +151,10 @@ def verdicts(found: dict[str, tuple[float, str]]) -> list[Finding]:
             for name, (apart, error) in found.items()]
 
 
-def quantised(kind: type, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
+def quantised(kind: type, shapes: trial.Shapes) -> list[Finding]:
     """Products with weights of 8 and of 4 bits, beside those of the numbers that they mean."""
     found: dict[str, tuple[float, str]] = {}
-    weight, x = (trial.numbers(shapes, device, rows, 256) for rows in (136, 9))
+    weight, x = (shapes.numbers(rows, 256) for rows in (136, 9))
     for name, size, meant in (("int8", 0, round_rows(weight)), ("int4", GROUP,
                                                                round_groups(weight))):
         apart, error = float("inf"), ""
@@ -170,20 +169,21 @@ def quantised(kind: type, shapes: trial.Shapes, device: torch.device) -> list[Fi
     return verdicts(found)
 
 
-def times(backend, shapes: trial.Shapes, device: torch.device) -> list[Finding]:
+def times(backend, shapes: trial.Shapes) -> list[Finding]:
     """One row's product, which reads its weight, beside a copy, which reads and writes; and the
     flops of many rows'."""
+    device = shapes.device
     size = GB if device.type == "cuda" else 256 * MB
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = 2 * size / seconds(lambda: target.copy_(source), device)
     outputs = size // 4 // (shapes.hidden_size * shapes.dtype.itemsize)
-    packed = [backend.prepack(trial.numbers(shapes, device, outputs, shapes.hidden_size))
+    packed = [backend.prepack(shapes.numbers(outputs, shapes.hidden_size))
               for _ in "abc"]
-    x = trial.numbers(shapes, device, 1, shapes.hidden_size)
+    x = shapes.numbers(1, shapes.hidden_size)
     read = 3 * outputs * shapes.hidden_size * shapes.dtype.itemsize / seconds(
         lambda: [backend.linear(x, one) for one in packed], device)
-    many = trial.numbers(shapes, device, 512, shapes.hidden_size)
+    many = shapes.numbers(512, shapes.hidden_size)
     flops = 2 * many.numel() * outputs / seconds(lambda: backend.linear(many, packed[0]), device)
     return [("copy", f"{copy / 1e9:.1f} GB/s", ""),
             ("one row's product", f"{read / 1e9:.1f} GB/s, {read / copy:.0%} of the copy's", ""),
