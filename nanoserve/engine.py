@@ -24,7 +24,7 @@ in a server; a loop can be followed in a debugger.
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -34,7 +34,7 @@ from nanoserve import rules
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
-from nanoserve.inputs import Prompt
+from nanoserve.inputs import Prompt, requests_of
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.progress import say
@@ -118,16 +118,33 @@ class LLMEngine:
     # ---------------------------------------------------------- requests in
 
     def make_request(self, request_id: str, prompt: Prompt,
-                     params: SamplingParams | None = None, priority: int = 0,
-                     lora_request: object = None) -> Request:
-        """Tokenise and check a request, and load its adapter. Queues nothing; raises `ValueError`.
-        What passes fits in the KV cache, because a sequence of `max_model_len` tokens does."""
+                     sampling_params: SamplingParams | None = None, priority: int = 0,
+                     **given: object) -> Request:
+        """Tokenise and check a request. Queues nothing; raises `ValueError`. What passes fits in
+        the KV cache, because a sequence of `max_model_len` tokens does. given: what an extra takes
+        with a request, an adapter say."""
         self.check_ready()
-        request = self.process(request_id, prompt, params, priority, lora_request)
+        request = self.process(request_id, prompt, sampling_params, priority, **given)
         request.check_taken(self.hooks.takes)
         for check in self.hooks.check:
             check(request)
         return request
+
+    def make_requests(self, prompts: Prompt | list[Prompt], sampling_params: object = None,
+                      **given: object) -> list[Request]:
+        """One for each prompt, all of them checked before any is queued. sampling_params and what
+        is given: a value for all prompts, or a list with one for each."""
+        self.check_open()
+        requests = []
+        asked = requests_of(prompts, sampling_params=sampling_params, **given)
+        for i, arguments in enumerate(asked):
+            try:
+                requests.append(self.make_request("", **arguments))
+            except ValueError as error:
+                requests.clear()  # whoever keeps the error would keep them, and their adapters
+                where = f"prompt {i}: " if len(asked) > 1 else ""
+                raise ValueError(f"{where}{error}") from error
+        return requests
 
     def submit(self, request: Request, inbox: Inbox) -> None:
         """Queue a request. Its outputs go to `inbox`, which may be anything with `append`. Raises
@@ -150,9 +167,9 @@ class LLMEngine:
 
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,
-                    lora_request: object = None) -> None:
+                    **given: object) -> None:
         """`make_request` and `submit`: queue one request, on which `step()` works."""
-        self.submit(self.make_request(request_id, prompt, sampling_params, priority, lora_request),
+        self.submit(self.make_request(request_id, prompt, sampling_params, priority, **given),
                     self.inbox)
 
     def abort_request(self, request_id: str | list[str]) -> None:
@@ -177,6 +194,28 @@ class LLMEngine:
             self.turns.deliver_ctrl_c()  # now, while the outputs are still in the inbox
             outputs, self.inbox[:] = self.inbox[:], []  # the list object stays: requests hold it
             return outputs
+
+    def drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        """Submit, step until all are done, and abort the rest if the caller or a step gives up.
+
+        A step computes tokens for the requests of all callers, and each output goes to the inbox of
+        its own request. So one thread's steps may deliver another thread's outputs.
+        """
+        inbox: list[RequestOutput] = []
+        num_unfinished = len(requests)
+        try:
+            for request in requests:
+                self.submit(request, inbox)
+            while num_unfinished:
+                with self.turns:
+                    if not inbox:
+                        self.advance()
+                    outputs, inbox[:] = inbox[:], []
+                for output in outputs:
+                    num_unfinished -= output.finished
+                    yield output
+        finally:
+            self.abort(requests)
 
     def advance(self) -> None:
         """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead. Only within

@@ -119,6 +119,13 @@ class InputProcessor:
                 "prompt, or raise max_model_len (and kv_cache_memory_bytes, if the KV cache is "
                 "what limits it)")
 
+    def render_chats(self, messages: list, **template_options) -> list[dict]:
+        """The prompts of one conversation, a list of dicts, or of a list of conversations."""
+        many = isinstance(messages, (list, tuple)) and not any(
+            isinstance(message, dict) for message in messages)
+        return [self.render_chat(one, **template_options)
+                for one in (messages if many else [messages])]
+
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
         """A conversation through the chat template -> a prompt dict with text and token ids."""
         tokenizer = self.tokenizer_for("chat()")
@@ -315,13 +322,6 @@ def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     return list(prompts) if many else [prompts]
 
 
-def conversations(messages: list) -> list:
-    """One conversation alone, a list of dicts, is a list of one."""
-    many = isinstance(messages, (list, tuple)) and not any(
-        isinstance(message, dict) for message in messages)
-    return list(messages) if many else [messages]
-
-
 def check_conversation(messages: object) -> None:
     """Raises `ValueError` for anything but a list of dicts."""
     if not isinstance(messages, (list, tuple)) or not all(
@@ -338,3 +338,13 @@ def one_for_each(value: object, count: int, name: str) -> list:
         raise ValueError(f"{name} has {len(value)} entries for {count} prompts: give one for each, "
                          "or a single one for all")
     return list(value)
+
+
+def requests_of(prompts: Prompt | list[Prompt], **given: object) -> list[dict]:
+    """For each prompt the arguments of `make_request`. given: by name, a value for all prompts or a
+    list with one for each; `None` is left out."""
+    prompts = as_list(prompts)
+    columns = {name: one_for_each(value, len(prompts), name) for name, value in given.items()}
+    return [dict(prompt=prompt) | {name: column[i] for name, column in columns.items()
+                                   if column[i] is not None}
+            for i, prompt in enumerate(prompts)]

@@ -28,7 +28,7 @@ from nanoserve.detokenizer import load_tokenizer
 from nanoserve.device import fit_dtype, fit_to_cache, pick_device
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.hooks import AN_EXTRA, Extra, Hooks
-from nanoserve.inputs import InputProcessor, Prompt, as_list, conversations, one_for_each
+from nanoserve.inputs import InputProcessor, Prompt
 from nanoserve.loader import find_model
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
@@ -157,17 +157,17 @@ class LLM(LLMEngine):
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable = True, priority: list[int] | None = None,
-                 lora_request: object = None) -> list[RequestOutput]:
+                 **given: object) -> list[RequestOutput]:
         """Generate for one prompt or many; results come in the order of the prompts.
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
         of these. sampling_params: one for all, one for each, or None for the model's defaults.
         priority: one for each, the lowest first. use_tqdm: whether to show a progress bar, or a
-        function that makes one. lora_request: a `LoRARequest` for all, or one or None for each.
+        function that makes one. given: what an extra takes with each request, for all or a list.
         Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
         """
         self.inputs.check_generates()
-        requests = self.make_requests(prompts, sampling_params, priority, lora_request)
+        requests = self.make_requests(prompts, sampling_params, priority=priority, **given)
         for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         return self.results_of(requests, use_tqdm)
@@ -185,7 +185,7 @@ class LLM(LLMEngine):
     def stream(self, prompts: Prompt | list[Prompt],
                sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                priority: list[int] | None = None,
-               lora_request: object = None) -> Iterator[RequestOutput]:
+               **given: object) -> Iterator[RequestOutput]:
         """Like `generate`, but yields each request's outputs while they grow.
 
         The text of an output never ends in half a character, nor shows the beginning of a stop
@@ -193,13 +193,14 @@ class LLM(LLMEngine):
         aborts what is left.
         """
         self.inputs.check_generates()
-        return self.drive(self.make_requests(prompts, sampling_params, priority, lora_request))
+        return self.drive(self.make_requests(prompts, sampling_params, priority=priority,
+                                             **given))
 
     def chat(self, messages: list, sampling_params: SamplingParams | list | None = None,
              use_tqdm: bool | Callable = True, *, stream: bool = False,
              chat_template: str | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, chat_template_kwargs: dict | None = None,
-             tools: list | None = None, lora_request: object = None,
+             tools: list | None = None, **given: object,
              ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """`generate` for one conversation, or a list of them, through the chat template.
 
@@ -210,50 +211,10 @@ class LLM(LLMEngine):
             chat_template=chat_template, continue_final_message=continue_final_message, tools=tools,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
         ) | (chat_template_kwargs or {})
-        prompts = [self.inputs.render_chat(one, **options) for one in conversations(messages)]
+        prompts = self.inputs.render_chats(messages, **options)
         if stream:
-            return self.stream(prompts, sampling_params, lora_request=lora_request)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
-
-    def make_requests(self, prompts, params, priority=None, lora_request=None) -> list[Request]:
-        """A checked request for each prompt; a list of params, say, must be as long as prompts."""
-        self.check_open()
-        prompts = as_list(prompts)
-        count, requests = len(prompts), []
-        params = one_for_each(params, count, "sampling_params")
-        priorities = one_for_each(priority, count, "priority")
-        adapters = one_for_each(lora_request, count, "lora_request")
-        for i, prompt in enumerate(prompts):
-            first = 0 if priorities[i] is None else priorities[i]
-            try:
-                requests.append(self.make_request("", prompt, params[i], first, adapters[i]))
-            except ValueError as error:
-                requests.clear()  # whoever keeps the error would keep them, and their adapters
-                where = f"prompt {i}: " if len(prompts) > 1 else ""
-                raise ValueError(f"{where}{error}") from error
-        return requests
-
-    def drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        """Submit, step until all are done, and abort the rest if the caller or a step gives up.
-
-        A step computes tokens for the requests of all callers, and each output goes to the inbox of
-        its own request. So one thread's steps may deliver another thread's outputs.
-        """
-        inbox: list[RequestOutput] = []
-        num_unfinished = len(requests)
-        try:
-            for request in requests:
-                self.submit(request, inbox)
-            while num_unfinished:
-                with self.turns:
-                    if not inbox:
-                        self.advance()
-                    outputs, inbox[:] = inbox[:], []
-                for output in outputs:
-                    num_unfinished -= output.finished
-                    yield output
-        finally:
-            self.abort(requests)
+            return self.stream(prompts, sampling_params, **given)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **given)
 
     # -------------------------------------------------------------- the rest
 

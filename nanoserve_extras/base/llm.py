@@ -95,6 +95,12 @@ class LLM(plain.LLM):
         super().check_added(extra)
         check_added(extra, [*self.parts, *self.extras])
 
+    def make_request(self, request_id: str, prompt: Prompt,
+                     sampling_params: SamplingParams | None = None, priority: int = 0,
+                     lora_request: object = None) -> Request:
+        return super().make_request(request_id, prompt, sampling_params, priority,
+                                    lora_request=lora_request)
+
     def make_requests(self, prompts: Prompt | list[Prompt], *args, **options) -> list[Request]:
         """Of a tokenizer's output, too; all texts are tokenised in one call."""
         return super().make_requests(self.inputs.read_list(prompts), *args, **options)
@@ -132,9 +138,9 @@ class LLM(plain.LLM):
             say(summary([output.metrics for output in results], time.perf_counter() - start))
         return results
 
-    stream = takes_vllms_words("stream()", "call")(plain.LLM.stream)
-    chat = takes_vllms_words("chat()", "call")(plain.LLM.chat)
-    add_request = takes_vllms_words("add_request()", "call")(plain.LLM.add_request)
+    stream = takes_vllms_words("stream()", "call", "lora_request")(plain.LLM.stream)
+    chat = takes_vllms_words("chat()", "call", "lora_request")(plain.LLM.chat)
+    add_request = takes_vllms_words("add_request()", "call", "lora_request")(plain.LLM.add_request)
     reset_prefix_cache = takes_vllms_words("reset_prefix_cache()", "call")(
         plain.LLM.reset_prefix_cache)
 

@@ -22,7 +22,7 @@ anybody's script, and a row that nobody meets grows old.
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeVar
 
 Decorated = TypeVar("Decorated", bound=Callable)
@@ -236,13 +236,15 @@ def rows_of(table: tuple[Row, ...]) -> dict[tuple[str, str], Row]:
 ROWS = rows_of(TABLE)
 
 
-def takes_vllms_words(where: str, taker: str) -> Callable[[Decorated], Decorated]:
-    """Decorate a class or a function, so that its keyword arguments go through `in_our_words`."""
+def takes_vllms_words(where: str, taker: str, *more: str) -> Callable[[Decorated], Decorated]:
+    """Decorate a class or a function, so that its keyword arguments go through `in_our_words`.
+    more: names that it takes by a `**given` of its own."""
     def decorate(function):
         if isinstance(function, type):
             function.__init__ = decorate(function.__init__)
             return function
-        known = set(signature(function).parameters)
+        known = {name for name, one in signature(function).parameters.items()
+                 if one.kind is not Parameter.VAR_KEYWORD}.union(more)
 
         @wraps(function)
         def checked(*args, **given):

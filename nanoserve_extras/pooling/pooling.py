@@ -254,7 +254,8 @@ class Pooling(Extra):
                              f"{', '.join(self.pooler.tasks)}")
         prompts = as_list(prompts)
         params = _with_task(pooling_params, len(prompts), pooling_task)
-        requests = self.engine.make_requests(prompts, params, priority, lora_request)
+        requests = self.engine.make_requests(prompts, params, priority=priority,
+                                             lora_request=lora_request)
         outputs = self.engine.results_of(requests, use_tqdm)
         if errors := [output.error for output in outputs if output.error]:
             raise ValueError(errors[0])
