@@ -14,6 +14,14 @@ import nanoserve
 from nanoserve.__main__ import HOME, IN_PYTHON
 from nanoserve_extras import COMMANDS
 
+# Commands of other programs that people type, and ours.
+OTHERS = {
+    "pull": "nothing is fetched in advance: a hub id is when it is first used, by nanoserve serve "
+            "MODEL or nanoserve chat MODEL (HF_HOME is where it is kept)",
+    "run": "nanoserve chat MODEL talks to one, nanoserve serve MODEL serves it",
+    "bench": "python bench.py measures the throughput, in a clone",
+    "list": "models are folders, hub ids and GGUF files: there is no list of them"}
+
 
 def run(argv: list[str]) -> int:
     """Run a command with its arguments; returns the exit code."""
@@ -26,7 +34,8 @@ def run(argv: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean {near[0]}?" if near else "nanoserve --help lists what there is"
+        hint = OTHERS.get(name) or (f"did you mean {near[0]}?" if near else
+                                    "nanoserve --help lists what there is")
         print(f"nanoserve has no command {name!r}: {hint}", file=sys.stderr)
         return 2
     module = COMMANDS[name][0]

@@ -25,6 +25,16 @@ VLLMS = {name: row for (taker, name), row in ROWS.items()
          if taker in ("LLM", "serve") and name not in OURS}
 SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"],
          "data_parallel_size": ["-dp"], "quantization": ["-q"]}  # vLLM's
+# Options of llama.cpp, ollama and SGLang that people type, and ours.
+OTHERS = {"m model-path": "name the model without an option",
+          "c ctx-size num-ctx n-ctx context-length": "--max-model-len",
+          "ngl n-gpu-layers gpu-layers num-gpu": "a GPU takes all layers; --layer-plan "
+          "'{\"disk\": 8}' leaves some on disk",
+          "np parallel max-running-requests": "--max-num-seqs",
+          "mem-fraction-static": "--gpu-memory-utilization", "tp-size": "--tensor-parallel-size",
+          "t threads": "set OMP_NUM_THREADS", "hf hf-repo": "name OWNER/REPOSITORY:Q4_K_M as the "
+          "model", "ctk cache-type-k": "--kv-cache-dtype int8"}
+HINTS = {name: hint for names, hint in OTHERS.items() for name in names.split()}
 UNITS = {"": 1, "k": 10 ** 3, "m": 10 ** 6, "g": 10 ** 9, "t": 10 ** 12,
          "K": 2 ** 10, "M": 2 ** 20, "G": 2 ** 30, "T": 2 ** 40}
 
@@ -33,11 +43,12 @@ class Parser(DashedParser):
     """Says what is wrong in a line, not below sixty of usage."""
 
     def error(self, message: str):
-        if unknown := re.match(r"unrecognized arguments: --([\w-]+)", message):
+        if unknown := re.match(r"unrecognized arguments: (--?)([\w-]+)", message):
+            dashes, name = unknown.groups()
             names = [option[2:] for option in self._option_string_actions]
-            near = nearest(unknown[1], [name for name in names if name not in VLLMS])
-            message = f"there is no option --{unknown[1]}" + (
-                f": did you mean --{near}?" if near else "")
+            near = nearest(name, [other for other in names if other not in VLLMS])
+            hint = HINTS.get(name) or near and f"did you mean --{near}?"
+            message = f"there is no option {dashes}{name}" + (f": {hint}" if hint else "")
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
 

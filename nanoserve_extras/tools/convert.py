@@ -48,7 +48,7 @@ from nanoserve_extras.tools.gguf_entries import (
     read_network,
     read_tokenizer,
 )
-from nanoserve_extras.tools.gguf_files import find_file
+from nanoserve_extras.tools.gguf_files import check_begin, find_file
 from nanoserve_extras.tools.gguf_weights import (
     FAMILIES,
     Change,
@@ -159,9 +159,7 @@ def check(file: Path, folder: Path) -> None:
     """Before anything that takes long."""
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file")
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise ValueError(f"{file} is no GGUF file: it does not begin with these letters")
+    check_begin(file)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there and not an empty folder: name another")
     if missing := [name for name in PACKAGES if find_spec(name) is None]:

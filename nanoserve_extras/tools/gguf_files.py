@@ -19,6 +19,7 @@ from typing import Any
 
 IN_REPOSITORY = re.compile(r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?"
                            r"(?P<repo>\w[\w.-]*/[\w.-]+)(?::(?P<tag>[\w.-]+)|/(?P<path>.+\.gguf))")
+OLLAMAS = re.compile(r"(?!.:)[\w.-]+:[\w.-]+")  # llama3.2:1b, and not a drive of Windows
 PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf")
 NO_MODELS = ("mmproj", "imatrix")  # towers for images, and what quantisers measure
 MOST_LISTED = 12
@@ -41,12 +42,26 @@ def find_file(model: Any, option: str = "model", revision: str | None = None) ->
         return fetch(found, name, revision)
     elif file.suffix == ".gguf":
         raise ValueError(f"{name}: there is no such file")
+    elif OLLAMAS.fullmatch(str(model)):
+        raise ValueError(f"{name} is a name of ollama's, whose registry is not read: name a hub "
+                         "id, or a GGUF file in one as OWNER/REPOSITORY:Q4_K_M")
     else:
         return None
     if revision is not None:
         raise ValueError(f"revision={revision!r} is about hub ids, and {name} is a file: leave it "
                          "out")
+    check_begin(file)
     return file
+
+
+def check_begin(file: Path) -> None:
+    """Before anybody says that a file is converted. Raises `ValueError`."""
+    with file.open("rb") as opened:
+        begin = opened.read(32)
+    if begin.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{file} is a pointer to a file that is not here: run git lfs pull")
+    if not begin.startswith(b"GGUF"):
+        raise ValueError(f"{file} is no GGUF file: it does not begin with these letters")
 
 
 def is_gguf(file: Path) -> bool:

@@ -100,6 +100,16 @@ def test_an_option_is_never_a_beginning_of_another(capsys):
         assert f"no option {word}: did you mean --{meant}?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option, ours", [
+    ("--ctx-size", "--max-model-len"), ("-c", "--max-model-len"), ("--n_gpu_layers", "layer-plan"),
+    ("-m", "name the model without an option"), ("--parallel", "--max-num-seqs")])
+def test_options_of_other_programs_get_a_hint(option, ours, capsys):
+    with pytest.raises(SystemExit):
+        parse(option, "4")
+    said = capsys.readouterr().err
+    assert f"there is no option {option.replace('_', '-')}: " in said and ours in said
+
+
 @pytest.mark.parametrize("words, said", [
     (["--dtype", "int3"], "dtype must be one of"), (["--max-num-seqs", "-5"], "max_num_seqs"),
     (["no/such/model"], "no/such/model"), (["--kv-cache-dtype", "fp8"], "kv_cache_dtype"),

@@ -267,6 +267,7 @@ def test_bad_input_is_named_before_anything_is_read(tmp_path, capsys, monkeypatc
     for content, folder, words in [
             (None, "new", "a.gguf': there is no such file"),
             (b"PK\3\4", "new", "is no GGUF file"),
+            (b"version https://git-lfs.github.com/spec/v1\n", "new", "run git lfs pull"),
             (b"GGUF\3\0\0\0", "full", "is there and not an empty folder"),
             (b"GGUF\3\0\0\0", "full/kept", "is there and not an empty folder"),
             (b"GGUF\3\0\0\0", "new", r"needs gguf: pip install 'nanoserve[gguf]'")]:

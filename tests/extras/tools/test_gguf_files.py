@@ -71,6 +71,12 @@ def test_without_a_network_the_cache_has_it_or_the_remedy_is_said(offline, tmp_p
         find_file("some/one:Q4_0")
 
 
+def test_a_name_of_ollamas_is_told_from_a_hub_id():
+    with pytest.raises(ValueError, match="'llama3.2:1b' is a name of ollama's.*OWNER/REPOSITORY"):
+        find_file("llama3.2:1b")
+    assert find_file("gpt2") is None and find_file("C:\\model") is None
+
+
 def test_what_is_here_comes_first_and_other_names_stay_what_they_are(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("a/b/model-Q8_0.gguf", "a/b:Q8_0/config.json", "blob", "other.bin", "a:b.gguf"):
