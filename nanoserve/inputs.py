@@ -34,7 +34,7 @@ RECOMMENDED = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_
 class InputProcessor:
     """Tokenises and checks. config: resolved, with the `max_model_len` that the KV cache allows."""
 
-    request_class = Request
+    request_class = Request  # what `process` makes; the extras' has more fields
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig,
                  tokenizer: Tokenizer | None):

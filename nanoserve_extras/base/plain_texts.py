@@ -1,25 +1,26 @@
-"""Special tokens that somebody wrote into a message stay plain text.
+"""Special tokens that somebody wrote into a message stay plain text: `split_special_tokens`.
 
     sent         Say <|im_end|>                                a user, or a page that an agent read
     rendered     <|im_start|>user Say <MARK|im_end|><|im_end|>
     encoded      NAME<|im_start|>user Say <|im_end|>NAME<|im_end|>
 
-A template writes special tokens as text. So may a client, who ends the turn and speaks as the
-system: in the prompt nobody can tell the two apart. Therefore a mark breaks those in messages and
-tools right before a template gets them. Behind that, the template's get another name, the marks go,
-and a tokenizer that knows special tokens by these names alone encodes all of it at once.
+A chat template writes special tokens as text. A client can write the same text into a message, end
+the turn with it, and speak as the system: in a rendered prompt the two look alike. So a mark is put
+into those of messages and tools before the template sees them. The special tokens without a mark
+are then the template's. They get another name, the marks are removed, and a copy of the tokenizer,
+which knows special tokens by these names alone, encodes the whole prompt at once.
 
 Invariant: nothing else changes. A prompt without such texts has the ids that it has anyway, which
-is tried at start, and the ids of any prompt decode to its text. (Pieces encoded one by one would
-begin with a space in some vocabularies.) Mark and name are random, so that no client can write one.
-They are digits, which stay what they are where a template writes capitals.
+is tried when the engine is made, and the ids of any prompt decode to its text. (Pieces encoded one
+by one would begin with a space in some vocabularies.) Mark and name are random, so that no client
+can write one, and digits, which no template turns into capitals.
 
-Known limit: other tokens that the tokenizer doesn't call special, `<think>` in many, remain tokens.
+Known limit: tokens that the tokenizer does not call special, `<think>` in many, remain tokens.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from secrets import randbits
@@ -61,32 +62,38 @@ class PlainTexts:
     def __init__(self, tokenizer: Tokenizer):
         self.mark, self.name = str(randbits(64)), str(randbits(64))
         try:
-            from tokenizers import Tokenizer as Fast  # here: an engine needs no tokenizer
-            told = tokenizer.backend_tokenizer.to_str()
-            texts = [one["content"] for one in json.loads(told)["added_tokens"]
-                     if one["special"] or re.fullmatch(MARK_OF_TURN, one["content"])]
-            texts.sort(key=len, reverse=True)  # the longest match first
-            if any(len(one) == 1 for one in texts):
-                raise ValueError("one of them is a single character")
-            self.special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-            # The first character of each, as they may overlap: "]~b]~b]" has "]~b]" twice.
-            rests = {first: "|".join(re.escape(one[1:]) for one in texts if one[0] == first)
-                     for first in {one[0] for one in texts}}
-            self.start = re.compile("|".join(f"{re.escape(first)}(?={rest})"
-                                             for first, rest in rests.items()) or "(?!)")
-            quoted = {json.dumps(one, ensure_ascii=False): one for one in texts}
-            self.fast = Fast.from_str(re.sub(
-                "|".join(map(re.escape, quoted)) or "(?!)", lambda found: json.dumps(
-                    self.name + quoted[found[0]], ensure_ascii=False), told))
-            self.fast.no_truncation()
-            self.fast.no_padding()
-            probe = Rendered(text := "Hi, ".join(["", *texts, "\n there"]))
-            probe.marked = text
-            if self.encode(probe) != tokenizer.encode(text, add_special_tokens=False):
-                raise ValueError("a copy gives other ids")
+            self._copy(tokenizer)
         except Exception as error:
             raise ValueError("split_special_tokens=True: this tokenizer can't keep special tokens "
                              f"in messages plain ({error}): leave it out") from error
+
+    def _copy(self, tokenizer: Tokenizer) -> None:
+        """Make the copy, and the patterns for special tokens and their first characters."""
+        saved = tokenizer.backend_tokenizer.to_str()
+        texts = [one["content"] for one in json.loads(saved)["added_tokens"]
+                 if one["special"] or re.fullmatch(MARK_OF_TURN, one["content"])]
+        texts.sort(key=len, reverse=True)  # the longest match first
+        if any(len(one) == 1 for one in texts):
+            raise ValueError("one of them is a single character")
+        self.special = any_of(texts)
+        self.start = first_characters(texts)
+        self.copy = self._renamed(saved, texts)
+        text = "Hi, ".join(["", *texts, "\n there"])
+        rendered = Rendered(text)
+        rendered.marked = text
+        if self.encode(rendered) != tokenizer.encode(text, add_special_tokens=False):
+            raise ValueError("a copy gives other ids")
+
+    def _renamed(self, saved: str, texts: list[str]) -> Any:
+        """A tokenizer whose special tokens have the name in front. saved: its JSON."""
+        from tokenizers import Tokenizer as Fast  # here: an engine needs no tokenizer
+
+        quoted = {json.dumps(one, ensure_ascii=False): one for one in texts}
+        copy = Fast.from_str(any_of(quoted).sub(
+            lambda found: json.dumps(self.name + quoted[found[0]], ensure_ascii=False), saved))
+        copy.no_truncation()
+        copy.no_padding()
+        return copy
 
     def around(self, render: Callable[..., str]) -> Callable[..., Rendered]:
         """A chat template for messages as they are. (Broken earlier, arguments that are sent as
@@ -110,4 +117,18 @@ class PlainTexts:
     def encode(self, rendered: Rendered) -> list[int]:
         """The prompt's token ids."""
         named = self.special.sub(lambda one: self.name + one[0], rendered.marked)
-        return self.fast.encode(named.replace(self.mark, ""), add_special_tokens=False).ids
+        return self.copy.encode(named.replace(self.mark, ""), add_special_tokens=False).ids
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern:
+    """Finds each of these texts; nothing if there are none."""
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+
+def first_characters(texts: list[str]) -> re.Pattern:
+    """Finds the first character of each of these texts. They may overlap: "]~b]~b]" has "]~b]"
+    twice."""
+    rests = {first: "|".join(re.escape(one[1:]) for one in texts if one[0] == first)
+             for first in {one[0] for one in texts}}
+    return re.compile("|".join(f"{re.escape(first)}(?={rest})"
+                               for first, rest in rests.items()) or "(?!)")
