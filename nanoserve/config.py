@@ -115,9 +115,6 @@ class EngineConfig(Options):
         if generates and max_model_len < 2:
             raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
                              "it, and the model's max_position_embeddings if that is 1, too")
-        if generates and not model_config.has_lm_head:
-            raise ValueError(f"{model_config.architecture} has no LM head, so it writes no text: "
-                             "use a ...ForCausalLM checkpoint")
         if self.expert_parallel and not any(model_config.moe_layers):
             raise ValueError(f"expert_parallel=True, but {model_config.architecture} has no "
                              "experts: leave it out")

@@ -109,7 +109,7 @@ def stored_tensors(folder: Path) -> Tensors:
     if not files:
         raise ValueError(f"{folder} holds no *.safetensors file: check the path, or convert the "
                          "checkpoint (load_format='dummy' runs on random weights)")
-    return read_files(files, read_safetensors)
+    return read_safetensors(files)
 
 
 def weight_files(folder: Path, single: str, pattern: str) -> list[Path]:
@@ -145,21 +145,14 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def read_files(files: Iterable[Path],
-               read: Callable[[Path], Iterable[tuple[str, torch.Tensor]]]) -> Tensors:
-    """read: gives the tensors of a file, with their names."""
+def read_safetensors(files: Iterable[Path]) -> Tensors:
     for file in files:
         try:
-            for name, tensor in read(file):
-                yield file, name, tensor
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():
+                    yield file, name, opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} can't be read, truncated or damaged: {error}") from error
-
-
-def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():
-            yield name, opened.get_tensor(name)
 
 
 # ------------------------------------------------------- tensors to parameters

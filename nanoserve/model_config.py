@@ -158,12 +158,6 @@ class ModelConfig:
         return found
 
     @property
-    def has_lm_head(self) -> bool:
-        """Whether the checkpoint can generate. "LMHeadModel" is the older ending, as in GPT-2."""
-        return self.architecture.endswith(("ForCausalLM", "LMHeadModel",
-                                           "ForConditionalGeneration"))
-
-    @property
     def window(self) -> int | None:
         """The largest window of all layers; None if some layer reads all keys."""
         return None if None in self.windows else max(filter(None, self.windows))

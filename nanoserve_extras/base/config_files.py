@@ -114,6 +114,12 @@ class ModelConfig(plain.ModelConfig):
             found, has_towers=is_wrapping, quantization=quantization,
             pools=not architecture.endswith(("ForCausalLM", "ForConditionalGeneration")))
 
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the checkpoint can generate. "LMHeadModel" is the older ending, as in GPT-2."""
+        return self.architecture.endswith(("ForCausalLM", "LMHeadModel",
+                                           "ForConditionalGeneration"))
+
 
 # ------------------------------------------------------------- which network it is
 

@@ -17,7 +17,7 @@ remains must fill every parameter once, as the loader has it.
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from nanoserve.hooks import Extra
 from nanoserve.loader import (
     Tensors,
     expected_tensors,
-    read_files,
     read_safetensors,
     translated,
     weight_files,
@@ -94,21 +93,26 @@ def stored_tensors(folder: Path, load_format: str = "auto",
             # disable=None: tqdm shows the bar on a terminal only.
             hide = True if len(files) == 1 or not show_progress else None
             bar = tqdm(files, desc="Loading weights", unit="file", disable=hide, leave=False)
-            return read_files(bar, read_any)
+            return read_pickles(bar) if single.endswith(".bin") else read_safetensors(bar)
     patterns = " or ".join(pattern for _, pattern in FORMATS[load_format])
     raise ValueError(f"{folder} holds no {patterns} file: check the path, or convert the "
                      "checkpoint (a GGUF file is named itself; load_format='dummy' runs on "
                      "random weights)")
 
 
-def read_any(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    return read_pickle(file) if file.suffix == ".bin" else read_safetensors(file)
+def read_pickles(files: Iterable[Path]) -> Tensors:
+    for file in files:
+        try:
+            for name, tensor in read_pickle(file).items():
+                yield file, name, tensor
+        except OSError as error:
+            raise ValueError(f"{file} can't be read, truncated or damaged: {error}") from error
 
 
-def read_pickle(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_pickle(file: Path) -> dict[str, torch.Tensor]:
     """torch writes a zip archive since 2020, which can be mapped. An older file is read as a whole.
 
-    Two names may stand for the same memory (a head that is the embedding); each is yielded.
+    Two names may stand for the same memory (a head that is the embedding); each is there.
     """
     try:
         tensors = torch.load(file, "cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
@@ -127,7 +131,7 @@ def read_pickle(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if wrong is not None:
         raise ValueError(f"{file} must hold a dict of tensors, got {wrong!r:.80}: this is another "
                          "program's format")
-    yield from tensors.items()
+    return tensors
 
 
 # --------------------------------------------------------------- what is needed
