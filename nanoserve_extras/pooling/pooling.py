@@ -393,8 +393,17 @@ class PoolingInputs(Inputs):
 
     def _render(self, begin: str, messages: list[dict], options: dict) -> list[int]:
         """What a text begins with is the system's message, as in sentence-transformers."""
-        system = [{"role": "system", "content": begin}] if begin else []
-        return self.render_chat(system + messages, **options)["prompt_token_ids"]
+        system, files = [{"role": "system", "content": begin}] if begin else [], self.pooler.files
+        messages = system + messages
+        own = options.get("chat_template") or getattr(self.tokenizer, "chat_template", None) or ""
+        if options is not files.template or not files.in_parts(str(own)):
+            return self.render_chat(messages, **options)["prompt_token_ids"]
+        self.check_template(options)
+        for message in messages:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        with in_words("the chat template refuses this text"):
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return self.encode(text, add_special_tokens=False)
 
     def _num_skipped(self, begin: str, ids: list[int]) -> int:
         """How many tokens of `begin` aren't pooled, which is counted as sentence-transformers does:

@@ -42,6 +42,9 @@ POOLING_TYPES = {"cls": "CLS", "max": "MAX", "mean": "MEAN", "mean_sqrt_len_toke
 # What each task of the network makes, and from which of its outputs.
 TASKS = {"feature-extraction": (TOKENS, "last_hidden_state"),
          "sequence-classification": (SCORES, "logits"), "text-generation": (LOGITS, "logits")}
+# A message's content is a text, or a list of parts. A template that takes parts mentions these.
+FORMS = ("auto", "flat", "structured")
+PARTS = ("content[0]", "message.content[", ".type", "'type'", '"type"')
 # Of torch.nn: none of these has weights or needs an argument, and the file names a class alone.
 FUNCTIONS = ("CELU", "ELU", "GELU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh",
              "Identity", "LeakyReLU", "LogSigmoid", "Mish", "ReLU", "ReLU6", "SELU", "SiLU",
@@ -216,6 +219,9 @@ class TransformerFile(Record):
                         "method") == "forward" and entry.get("method_output_name") == output):
                 raise ValueError(f"modality_config: {kind}={entry!r:.120}: only the method "
                                  f"'forward' and the output {output!r} are supported")
+        if self.form not in FORMS:
+            raise ValueError(f"modality_config: message: format={self.form!r:.80} must be one of "
+                             f"{', '.join(FORMS)}")
         if self.modality_config is not None and not {"text", "message"} & set(self.modality_config):
             raise ValueError(f"modality_config={self.modality_config!r:.120} takes no text")
         ProcessingFile.read(Path("processing_kwargs"), self.reading)
@@ -239,6 +245,11 @@ class TransformerFile(Record):
             return None
         said = (self.processing_kwargs or {}).get("chat_template", {})
         return {name: value for name, value in said.items() if name != "restore_suffix"}
+
+    @property
+    def form(self) -> str:
+        """In which a message's content is handed to the chat template."""
+        return ((self.modality_config or {}).get("message") or {}).get("format", "auto")
 
     @property
     def restores_suffix(self) -> bool:
@@ -368,9 +379,15 @@ class SentenceModel:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     template: dict | None = None  # texts are read through the chat template, with these options
+    form: str = "auto"  # of a message's content for the template: see `in_parts`
     restores_suffix: bool = True  # what the template writes behind a text stays, if that is cut
     lowers: bool = False  # letters, before the text is split
     longest: int | None = None  # tokens of a text, as sentence_bert_config.json says it itself
+
+    def in_parts(self, template: str) -> bool:
+        """Whether the chat template gets a text as a list of one part."""
+        return self.form == "structured" or self.form == "auto" and any(
+            mark in template for mark in PARTS)
 
 
 def is_reranker(folder: Path) -> bool:
@@ -393,6 +410,7 @@ def read_sentence_model(folder: Path, config: dict, hidden_size: int) -> Sentenc
         first.transformer_task, first.template, bool(first.do_lower_case))
     model.longest, model.truncate_dim = first.longest, said.truncate_dim
     model.restores_suffix = first.template is None or first.restores_suffix
+    model.form = first.form
     model.kind = "classify" if is_reranker(folder) else "embed"
     with in_words(str(folder / "modules.json"), ValueError):
         _follow(modules, model, hidden_size)

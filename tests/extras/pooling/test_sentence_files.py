@@ -261,15 +261,26 @@ def test_a_generator_whose_files_make_it_a_reranker(checkpoints, tmp_path, name,
         assert output.outputs.score == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_texts_are_read_through_the_chat_template_where_the_files_say_so(model):
+PARTS = ("{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+         "{% else %}{% for c in m.content %}[{{ c.type }}]{{ c.text }}{% endfor %}{% endif %}"
+         "{% endfor %}")
+
+
+@pytest.mark.parametrize("template, form, mark", [
+    (ROLES, "flat", ""), (ROLES, None, ""), (PARTS, "flat", ""), (PARTS, "structured", "[text]"),
+    (PARTS, None, "[text]"), (PARTS, "auto", "[text]")])
+def test_texts_are_read_through_the_chat_template_where_the_files_say_so(model, template, form,
+                                                                         mark):
+    """In the form that they name, else in parts where the template speaks of parts' types."""
     folder, hidden, _ = model
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = ROLES
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     output = dict(method="forward", method_output_name="last_hidden_state")
     write_files(folder, POOLING, prompts=dict(query="find"), first=dict(
-        modality_config=dict(text=output, message=output | dict(format="flat"))))
-    texts = {None: "<user>a fox", "query": "<system>find<user>a fox"}
+        modality_config=dict(text=output, message=output | ({} if form is None else dict(
+            format=form)))))
+    texts = {None: f"<user>{mark}a fox", "query": f"<system>{mark}find<user>{mark}a fox"}
     expected = hidden([tokenizer.encode(text) for text in texts.values()])
     with start(folder, runner="auto") as llm:
         for name, state in zip(texts, expected, strict=True):

@@ -167,13 +167,15 @@ def test_vectors_and_scores_are_the_librarys(tmp_path, seed):
                     oracle.similarity(expected[:1], expected)[0])
 
 
-@pytest.mark.parametrize("restores", [True, False])
-def test_a_text_in_a_template_is_cut_as_the_library_cuts_it(tmp_path, restores):
+@pytest.mark.parametrize("restores, template", [
+    (True, ROLES), (False, ROLES), (True, ROLES.replace("m['content']", "(m.content[0].type + "
+     "m.content[0].text if m.content[0].type else m.content)"))])
+def test_a_text_in_a_template_is_cut_as_the_library_cuts_it(tmp_path, restores, template):
     drawn = Drawn(0, tmp_path / "network")
     drawn.name = "qwen3"
     drawn.network("AutoModel")
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = ROLES
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(drawn.folder)
     first = base.Transformer(str(drawn.folder), max_seq_length=40, processing_kwargs={
         "chat_template": {"add_generation_prompt": True, "restore_suffix": restores}})
@@ -184,5 +186,5 @@ def test_a_text_in_a_template_is_cut_as_the_library_cuts_it(tmp_path, restores):
     with start(tmp_path / "saved", runner="auto") as llm:
         outputs = llm.embed(TEXTS[2:4], use_tqdm=False, pooling_params=PoolingParams(
             truncate_prompt_tokens=-1, truncation_side="right"))
-        assert [len(one.prompt_token_ids) for one in outputs] == [25, 40]
+        assert [len(one.prompt_token_ids) for one in outputs] == [25 + 4 * (template != ROLES), 40]
         assert_near(torch.tensor([one.outputs.embedding for one in outputs]), expected)

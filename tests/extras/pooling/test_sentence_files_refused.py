@@ -74,6 +74,8 @@ REFUSED = [
       for name in ("text", "common", "chat_template") for given in (5, [1], "x")],
     ("sentence_bert_config.json", dict(processing_kwargs=dict(
         chat_template=dict(restore_suffix="no"))), "restore_suffix .*'no'"),
+    ("sentence_bert_config.json", dict(modality_config=dict(message=TEXT | dict(format="x"))),
+     "format='x' must be one of auto, flat"),
     ("sentence_bert_config.json", dict(query_length=32), "query_length.*ColBERT"),
     ("sentence_bert_config.json", dict(document_length=32), "document_length.*ColBERT"),
     ("sentence_bert_config.json", dict(query_expansion=dict(strategy="fixed")), "query_expansion"),
