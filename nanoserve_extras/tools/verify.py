@@ -295,7 +295,7 @@ def verify(args: argparse.Namespace) -> Iterator[Outcome | Served]:
     can't be run."""
     ranks, max_tokens = args.tensor_parallel_size, args.max_tokens
     options = dict(kernels=args.kernels, model_impl=args.model_impl)
-    folder = find_folder(args.model)
+    folder = find_folder(args.model, dtype="float32")  # a file's own numbers
     _, config, _ = choose(EngineArgs(model=args.model, tensor_parallel_size=ranks, **options),
                               folder)
     check_shares(ranks, config.num_attention_heads, config.num_key_value_heads)
