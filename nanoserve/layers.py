@@ -41,9 +41,9 @@ Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` 
 class Placement:
     """The device and dtype of the weights, and the operators: the same for all layers of a model.
 
-    empty: makes a weight's memory. linear, embedding, experts: what makes these layers; an extra
-    may put its own here. assemble: turns a quantised checkpoint's tensors into weights, see
-    `load_weights`.
+    empty: makes a weight's memory. expert_parallel: ranks have whole experts, see `MoE`. linear,
+    embedding, experts: what makes these layers; an extra may put its own here. assemble: the
+    extras' function that makes weights of a quantised checkpoint's tensors.
     """
 
     dtype: torch.dtype
@@ -51,6 +51,7 @@ class Placement:
     ranks: Ranks = SOLO
     ops: ModuleType = ops  # or one of its backends, which have the same functions
     empty: Callable[..., torch.Tensor] = torch.empty
+    expert_parallel: bool = False
     linear: Callable[..., "Linear"] = field(default_factory=lambda: Linear)
     embedding: Callable[..., "Embedding"] = field(default_factory=lambda: Embedding)
     experts: Callable[..., nn.Module] = field(default_factory=lambda: Experts)

@@ -46,8 +46,7 @@ class Decoder(nn.Module):
     # Beginnings of the names of tensors that nothing here needs: MiMo's layers for drafts.
     unused: tuple[str, ...] = ("mtp_layers.",)
 
-    def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False,
-                 here: range | None = None):
+    def __init__(self, config: ModelConfig, on: Placement, here: range | None = None):
         super().__init__()
         everything = range(config.num_hidden_layers)
         self.here = everything if here is None else here
@@ -62,8 +61,7 @@ class Decoder(nn.Module):
         self.rotary_local = None if config.rope_local is None else RotaryEmbedding(
             config.rope_local, on.device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, on, expert_parallel) if i in self.here else nn.Identity()
-            for i in everything)
+            DecoderLayer(config, i, on) if i in self.here else nn.Identity() for i in everything)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
         self.lm_head = None if config.tie_word_embeddings else on.linear(
             config.hidden_size, {"lm_head": vocabulary}, False, on)
@@ -155,7 +153,7 @@ class DecoderLayer(nn.Module):
     Gemma it is a norm after attention, and `pre_feedforward_layernorm` is the one before the MLP.
     """
 
-    def __init__(self, config: ModelConfig, index: int, on: Placement, expert_parallel: bool):
+    def __init__(self, config: ModelConfig, index: int, on: Placement):
         super().__init__()
 
         def norm() -> RMSNorm:
@@ -165,8 +163,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, index, on)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm() if config.post_norms else None
-        self.mlp = (MoE(config, on, expert_parallel) if config.moe_layers[index]
-                    else MLP(config, on))
+        self.mlp = (MoE if config.moe_layers[index] else MLP)(config, on)
         self.post_feedforward_layernorm = norm() if config.post_norms else None
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos_sin: Pair, kv: Pair,
@@ -240,7 +237,7 @@ class MoE(nn.Module):
     fewer and larger matrix products, but all ranks wait for the one whose experts are chosen most.
     """
 
-    def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool):
+    def __init__(self, config: ModelConfig, on: Placement):
         super().__init__()
         self.ranks = on.ranks
         self.experts_per_token = config.num_experts_per_tok
@@ -248,7 +245,7 @@ class MoE(nn.Module):
         experts, inner = config.num_experts, config.moe_intermediate_size
         # Every rank has the router, so all of them pick the same experts without communication.
         self.gate = Linear(config.hidden_size, {"gate": experts}, False, on)
-        if expert_parallel:
+        if on.expert_parallel:
             experts = on.ranks.share(experts)
         else:
             inner = on.ranks.share(inner)

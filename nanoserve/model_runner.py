@@ -97,7 +97,7 @@ class ModelRunner:
         self.ops = with_replaced(load_backend(config.kernels), self.parts.replaced)
         empty = zeros if self.device.type == "cpu" else torch.empty
         self.placement = Placement(self.dtype, self.device, ranks, self.ops, empty,
-                                   **self.parts.layers)
+                                   config.expert_parallel, **self.parts.layers)
         self.kv_cache: KVCache = []
         self.unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
@@ -158,7 +158,7 @@ class ModelRunner:
     def read(self, model_config: ModelConfig, folder: Path,
              tensors: Tensors | None = None) -> Decoder:
         """This rank's share of a network, which is a `Decoder`."""
-        model = self.parts.decoder(model_config, self.placement, self.config.expert_parallel)
+        model = self.parts.decoder(model_config, self.placement)
         if self.pooler is not None:
             self.pooler.replace_head(model, self.placement)
         if self.config.load_format == "dummy" and tensors is None:

@@ -175,14 +175,13 @@ class Line:
 class Stage(Decoder):
     """The layers of one rank; with the embedding, the last norm and the head on rank 0."""
 
-    def __init__(self, made_by: Builder, config: ModelConfig, on: Placement,
-                 expert_parallel: bool = False):
+    def __init__(self, made_by: Builder, config: ModelConfig, on: Placement):
         line = Line(made_by, config, on)
         stage, width, plan = line.stage, line.width, made_by.plan
         if not line.is_alone:
             members = range(stage * width, (stage + 1) * width)
             on = replace(on, ranks=on.ranks.part(f"stage {stage}", members))
-        super().__init__(config, on, expert_parallel, plan[stage].layers)
+        super().__init__(config, on, plan[stage].layers)
         self.line = line
         self.unused += tuple(f"layers.{i}." for i in range(config.num_hidden_layers)
                              if i not in self.here)

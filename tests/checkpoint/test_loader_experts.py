@@ -59,7 +59,7 @@ def test_other_ranks_experts_must_be_in_the_checkpoint_too(copy_of):
     folder = copy_of("qwen3-moe", lambda tensors: without(tensors, EXPERT))
     config = ModelConfig.from_folder(folder)
     for rank in (0, 1):
-        model = Decoder(config, Placement(torch.float32, CPU, Ranks(rank, 2)), expert_parallel=True)
+        model = Decoder(config, Placement(torch.float32, CPU, Ranks(rank, 2), expert_parallel=True))
         with pytest.raises(ValueError, match=f"missing .*: {EXPERT}"):
             load_weights(model, loader.stored_tensors(folder), folder)
 
@@ -68,8 +68,8 @@ def test_other_ranks_experts_must_be_in_the_checkpoint_too(copy_of):
 def test_dummy_weights_are_alike_where_ranks_must_be_alike(checkpoints, expert_parallel):
     """Norms, routers, and biases behind a sum: ranks that route differently answer nonsense."""
     config = ModelConfig.from_folder(checkpoints["qwen3-moe-odd"])
-    models = [Decoder(config, Placement(torch.float32, CPU, Ranks(rank, 2)), expert_parallel)
-              for rank in (0, 1)]
+    models = [Decoder(config, Placement(torch.float32, CPU, Ranks(rank, 2),
+                                        expert_parallel=expert_parallel)) for rank in (0, 1)]
     for model in models:
         loader.load_dummy_weights(model, seed=3)
     one, other = (weights_of(model) for model in models)
