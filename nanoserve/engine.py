@@ -24,19 +24,14 @@ in a server; a loop can be followed in a debugger.
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 
-from nanoserve import rules
-from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.detokenizer import Tokenizer
-from nanoserve.hooks import AN_EXTRA, Extra, Hooks
-from nanoserve.inputs import Prompt, requests_of
-from nanoserve.model_config import ModelConfig
-from nanoserve.model_runner import ModelRunner, RankParts
+from nanoserve import hooks
+from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.inputs import InputProcessor, Prompt
+from nanoserve.model_runner import ModelRunner
 from nanoserve.progress import say
 from nanoserve.request import Inbox, Request, RequestOutput
 from nanoserve.scheduler import Scheduler
@@ -44,33 +39,17 @@ from nanoserve.sequence import Sequence, Step
 from nanoserve.turns import Turns
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What an engine will be made of. Each extra hands on a copy with what it adds."""
-
-    config: EngineConfig  # resolved
-    model_config: ModelConfig
-    folder: Path  # the checkpoint's
-    tokenizer: Tokenizer | None
-    make_inputs: Callable  # makes `InputProcessor`, which checks requests, or another
-    parts: RankParts = field(default_factory=RankParts)  # for the runner of each rank
-    make_pooler: Callable | None = None  # for a network that brings its own pooler
-    network: str = "nanoserve"  # who wrote it
-    draft_folder: Path | None = None  # a network that drafts: its KV lies in the same blocks
-    notes: tuple[str, ...] = ()  # for the line at the start
-
-
 class LLMEngine:
     """The engine of one model; `LLM` makes it. Names are those of vLLM's `LLMEngine`.
 
-    runner: its KV cache of `num_blocks` is allocated. process: makes a checked request of a prompt
-    and its parameters (inputs.py).
+    runner: its KV cache of `num_blocks` is allocated. inputs: makes a checked request of a prompt
+    and its parameters.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
-                 process: Callable[..., Request], extras: list[Extra]):
-        self.config, self.runner, self.process = config, runner, process
-        self.extras, self.hooks = list(extras), Hooks()
+                 inputs: InputProcessor, extras: list[hooks.Extra]):
+        self.config, self.runner, self.inputs = config, runner, inputs
+        self.extras, self.hooks = list(extras), hooks.Hooks()
         self.scheduler = Scheduler(config, num_blocks, runner.window, self.hooks,
                                    runner.parts.num_drafts or None,
                                    runner.model_config.vocab_size)
@@ -85,18 +64,18 @@ class LLMEngine:
             extra.attach(self)
         self.hooks.keep(self.extras)
 
-    def check_added(self, extra: Extra) -> None:
+    def check_added(self, extra: hooks.Extra) -> None:
         """Raises `ValueError` for an extra that changes how an engine is made: weights, cache and
         buffers are there by now."""
-        rules.checked("an extra", AN_EXTRA, extra)
-        if Hooks([extra]).draft and self.scheduler.most_drafts is None:
+        hooks.checked([extra])
+        if hooks.most_drafts([extra]) and self.scheduler.most_drafts is None:
             raise ValueError(f"{extra.name} drafts: an engine for that has no overlap, and "
                              "buffers for it: make the engine with extras=[...]")
-        if type(extra).prepare is not Extra.prepare:
+        if type(extra).prepare is not hooks.Extra.prepare:
             raise ValueError(f"{extra.name} can't be added to an engine that runs, which has been "
                              "made without it: make the engine with extras=[...]")
 
-    def add(self, extra: Extra) -> None:
+    def add(self, extra: hooks.Extra) -> None:
         """Hand over one more extra, between two steps. It is asked after all others. Raises
         `ValueError`, and adds nothing, where `check_added` does."""
         with self.turns:
@@ -106,7 +85,7 @@ class LLMEngine:
             self.extras.append(extra)
             self.hooks.keep(self.extras)
 
-    def remove(self, extra: Extra) -> None:
+    def remove(self, extra: hooks.Extra) -> None:
         """Take an extra back, between two steps. It isn't closed. Raises `ValueError` for one that
         the engine doesn't have."""
         with self.turns:
@@ -124,7 +103,7 @@ class LLMEngine:
         the KV cache, because a sequence of `max_model_len` tokens does. given: what an extra takes
         with a request, an adapter say."""
         self.check_ready()
-        request = self.process(request_id, prompt, sampling_params, priority, **given)
+        request = self.inputs.process(request_id, prompt, sampling_params, priority, **given)
         request.check_taken(self.hooks.takes)
         for check in self.hooks.check:
             check(request)
@@ -136,7 +115,7 @@ class LLMEngine:
         is given: a value for all prompts, or a list with one for each."""
         self.check_open()
         requests = []
-        asked = requests_of(prompts, sampling_params=sampling_params, **given)
+        asked = self.inputs.requests_of(prompts, sampling_params=sampling_params, **given)
         for i, arguments in enumerate(asked):
             try:
                 requests.append(self.make_request("", **arguments))
@@ -326,7 +305,7 @@ class LLMEngine:
         for request in requests:
             if request.finished:
                 del self.requests[request.request_id]
-            if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            if request.is_due:
                 request.inbox.append(request.output())
         for tell in self.hooks.ended:
             tell(ended)

@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterable
 from inspect import isfunction
 from typing import Any
 
-from nanoserve.rules import Options, instance
+from nanoserve import rules
+from nanoserve.rules import Options
 from nanoserve.sequence import Sequence, Step
 
 
@@ -166,7 +167,17 @@ class Extra:
 
 NAMES = [name for name, method in vars(Extra).items()
          if isfunction(method) and not name.startswith("_")]
-AN_EXTRA = instance(Extra, "an object that inherits from Extra")
+EXTRAS = rules.list_of(rules.instance(Extra, ""), "a list of objects that inherit from Extra")
+
+
+def checked(extras: Any) -> list[Extra]:
+    """Raises `ValueError` for anything but a list of extras."""
+    return rules.checked("extras", EXTRAS, extras)
+
+
+def most_drafts(extras: Iterable[Extra]) -> int:
+    """How many tokens one of these guesses for a row at most; 0 where none drafts."""
+    return max([one.most_drafts for one in extras if Hooks([one]).draft], default=0)
 
 
 class Hooks:

@@ -64,6 +64,15 @@ class InputProcessor:
         return self.request_class(request_id, text, ids, params, priority, longest, eos_ids,
                                   late_ids, bad_word_ids, self.tokenizer, lora_request=lora_request)
 
+    def requests_of(self, prompts: Prompt | list[Prompt], **given: object) -> list[dict]:
+        """For each prompt the arguments of `make_request`. given: by name, a value for all prompts
+        or a list with one for each; `None` is left out."""
+        prompts = as_list(prompts)
+        columns = {name: one_for_each(one, len(prompts), name) for name, one in given.items()}
+        return [dict(prompt=prompt) | {name: column[i] for name, column in columns.items()
+                                       if column[i] is not None}
+                for i, prompt in enumerate(prompts)]
+
     def check_envelope(self, request_id: str, priority: int) -> None:
         """Check what every kind of request has. (As in vLLM, a priority may be given to an engine
         with another policy; no text depends on it.)"""
@@ -338,13 +347,3 @@ def one_for_each(value: object, count: int, name: str) -> list:
         raise ValueError(f"{name} has {len(value)} entries for {count} prompts: give one for each, "
                          "or a single one for all")
     return list(value)
-
-
-def requests_of(prompts: Prompt | list[Prompt], **given: object) -> list[dict]:
-    """For each prompt the arguments of `make_request`. given: by name, a value for all prompts or a
-    list with one for each; `None` is left out."""
-    prompts = as_list(prompts)
-    columns = {name: one_for_each(value, len(prompts), name) for name, value in given.items()}
-    return [dict(prompt=prompt) | {name: column[i] for name, column in columns.items()
-                                   if column[i] is not None}
-            for i, prompt in enumerate(prompts)]

@@ -18,27 +18,34 @@ supported raises; nothing is accepted and ignored.
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from nanoserve import rules
-from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
+from nanoserve import device, hooks, parallel, progress, self_test
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.detokenizer import load_tokenizer
-from nanoserve.device import fit_dtype, fit_to_cache, pick_device
-from nanoserve.engine import LLMEngine, Plan
-from nanoserve.hooks import AN_EXTRA, Extra, Hooks
+from nanoserve.engine import LLMEngine
 from nanoserve.inputs import InputProcessor, Prompt
 from nanoserve.loader import find_model
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
-from nanoserve.parallel import Ranks, check_shares, serve_rank, start_ranks, take_gpu
-from nanoserve.progress import prompts_bar, say
-from nanoserve.request import Request, RequestOutput
-from nanoserve.self_test import failing_functions, fit_kernels
+from nanoserve.request import RequestOutput
 
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
-EXTRAS = rules.list_of(AN_EXTRA, "a list of objects that inherit from Extra")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine will be made of. Each extra hands on a copy with what it adds."""
+
+    config: EngineConfig  # resolved
+    model_config: ModelConfig
+    folder: Path  # the checkpoint's
+    tokenizer: Any  # transformers', or None
+    make_inputs: Callable  # makes the `InputProcessor`, which checks requests
+    parts: RankParts = field(default_factory=RankParts)  # for the runner of each rank
 
 
 class LLM(LLMEngine):
@@ -53,19 +60,20 @@ class LLM(LLMEngine):
     """
 
     generates = True  # requests write text; a subclass may serve models that pool
+    make_plan: Callable = Plan
     make_inputs: Callable = InputProcessor  # makes what checks requests
-    make_ranks: Callable = Ranks  # makes what a rank knows of the others
+    make_ranks: Callable = parallel.Ranks  # makes what a rank knows of the others
 
-    def __init__(self, model: str | Path = BUNDLED_MODEL, *, extras: Iterable[Extra] = (),
+    def __init__(self, model: str | Path = BUNDLED_MODEL, *, extras: Iterable[hooks.Extra] = (),
                  **options):
-        given = rules.checked("extras", EXTRAS, extras)
+        given = hooks.checked(extras)
         asked = self.read_options(model, options)
         asked, folder, extras = self.read_checkpoint(model, asked, given)
         plan = self.plan(self.settle(asked), folder, extras)
         config, runner, num_blocks = self.start_runner(plan, asked.max_model_len)
-        self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
-        super().__init__(config, runner, num_blocks, self.inputs.process, extras)
-        say(self.describe(plan, num_blocks))
+        inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
+        super().__init__(config, runner, num_blocks, inputs, extras)
+        progress.say(self.describe(plan, num_blocks))
 
     def read_options(self, model: str | Path, options: dict) -> EngineConfig:
         """What was asked for, each field checked. Raises `ValueError`, `TypeError`."""
@@ -75,8 +83,8 @@ class LLM(LLMEngine):
                              "here gives the layers to ranks: use tensor_parallel_size")
         return asked
 
-    def read_checkpoint(self, model: str | Path, asked: EngineConfig, given: list[Extra],
-                        ) -> tuple[EngineConfig, Path, list[Extra]]:
+    def read_checkpoint(self, model: str | Path, asked: EngineConfig, given: list[hooks.Extra],
+                        ) -> tuple[EngineConfig, Path, list[hooks.Extra]]:
         """The options, which a checkpoint may narrow down, its folder, and all extras: those that
         options and checkpoint ask for, before those that were given. Sets `model_config`."""
         folder = find_model(model, weights=asked.load_format != "dummy",
@@ -93,32 +101,32 @@ class LLM(LLMEngine):
         """What was asked for, with values in place of `None` and "auto", for this machine and this
         model. Says what the machine can't do as asked."""
         model = self.model_config
-        config = asked.resolved(pick_device(asked.device), model, self.generates)
-        take_gpu(config.num_ranks, config.device)
-        config, said = fit_dtype(config, asked, model)
-        say(*said)
-        config, said = fit_kernels(config, asked)
-        say(*said)
-        check_shares(config.tensor_parallel_size, model.num_attention_heads,
+        config = asked.resolved(device.pick_device(asked.device), model, self.generates)
+        parallel.take_gpu(config.num_ranks, config.device)
+        config, said = device.fit_dtype(config, asked, model)
+        progress.say(*said)
+        config, said = self_test.fit_kernels(config, asked)
+        progress.say(*said)
+        parallel.check_shares(config.tensor_parallel_size, model.num_attention_heads,
                      model.num_key_value_heads)
         return config
 
-    def plan(self, config: EngineConfig, folder: Path, extras: list[Extra]) -> Plan:
+    def plan(self, config: EngineConfig, folder: Path, extras: list[hooks.Extra]) -> Plan:
         """What the engine will be made of: the tokenizer, what each extra adds, and which functions
         of the backend are right on this machine."""
-        drafters = [extra for extra in extras if Hooks([extra]).draft]
-        if drafters and config.async_scheduling:
-            say("overlap is off: drafts follow tokens that the host must have seen")
+        num_drafts = hooks.most_drafts(extras)
+        if num_drafts and config.async_scheduling:
+            progress.say("overlap is off: drafts follow tokens that the host must have seen")
             config = replace(config, async_scheduling=False)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             self.tokenizer_folder(config, folder), optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
-        plan = Plan(config, self.model_config, folder, self.tokenizer, self.make_inputs, RankParts(
-            num_drafts=max([extra.most_drafts for extra in drafters], default=0)))
+        plan = self.make_plan(config, self.model_config, folder, self.tokenizer, self.make_inputs,
+                              RankParts(num_drafts=num_drafts))
         for extra in extras:
             plan = extra.prepare(plan)
-        names, said = failing_functions(plan.config, self.model_config)
-        say(*said)
+        names, said = self_test.failing_functions(plan.config, self.model_config)
+        progress.say(*said)
         return replace(plan, parts=replace(plan.parts, replaced=names))
 
     def start_runner(self, plan: Plan, asked_len: int | None,
@@ -128,15 +136,15 @@ class LLM(LLMEngine):
         asked_len: the `max_model_len` that was asked for, which is not lowered."""
         config = plan.config
         make_runner = partial(ModelRunner, config, plan.model_config, plan.folder, parts=plan.parts)
-        ranks = start_ranks(config.num_ranks, config.device,
-                            partial(serve_rank, make_runner=make_runner), self.make_ranks)
+        ranks = parallel.start_ranks(config.num_ranks, config.device,
+                            partial(parallel.serve_rank, make_runner=make_runner), self.make_ranks)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close)
         try:
             runner = make_runner(ranks=ranks)
             num_blocks = runner.count_kv_blocks()
-            config, said = fit_to_cache(runner.config, num_blocks, asked_len, self.generates)
-            say(*said)
+            config, said = device.fit_to_cache(runner.config, num_blocks, asked_len, self.generates)
+            progress.say(*said)
             ranks.agree(num_blocks, config.max_model_len)
             runner.start(num_blocks, config.max_model_len)
         except BaseException:
@@ -169,13 +177,13 @@ class LLM(LLMEngine):
         self.inputs.check_generates()
         requests = self.make_requests(prompts, sampling_params, priority=priority, **given)
         for request in requests:
-            request.params.output_kind = RequestOutputKind.FINAL_ONLY
+            request.keep_to_the_end()
         return self.results_of(requests, use_tqdm)
 
-    def results_of(self, requests: list[Request], use_tqdm: bool | Callable) -> list:
+    def results_of(self, requests: list, use_tqdm: bool | Callable) -> list:
         """The one output of each request, in their order, with a bar meanwhile."""
         results = {}
-        with closing(self.drive(requests)) as outputs, prompts_bar(
+        with closing(self.drive(requests)) as outputs, progress.prompts_bar(
                 len(requests), use_tqdm) as bar:
             for output in outputs:
                 results[output.request_id] = output

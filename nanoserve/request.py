@@ -266,6 +266,15 @@ class Request:
         for detokenizer in self.detokenizers:
             detokenizer.flush()
 
+    def keep_to_the_end(self) -> None:
+        """Hand over one output, when it has finished."""
+        self.params.output_kind = RequestOutputKind.FINAL_ONLY
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an output is handed over now."""
+        return self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY
+
     def output(self) -> RequestOutput:
         """What the caller gets now: all of it, or what is new since the last output (DELTA)."""
         return RequestOutput(

@@ -36,7 +36,7 @@ from types import FunctionType, ModuleType
 import torch
 from safetensors.torch import load, save
 
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
 from nanoserve.loader import Tensors, load_weights
@@ -45,6 +45,7 @@ from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import HEAD, Ranks
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.config_files import ModelConfig
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.ranks import hand_out
 from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.base.weight_files import stored_tensors

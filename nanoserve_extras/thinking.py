@@ -23,11 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.request import Request
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.plan import Plan
 
 
 @dataclass

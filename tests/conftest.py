@@ -190,9 +190,9 @@ def ranks_in_threads(monkeypatch):
     """Engines that are made from now on have their other ranks in threads of this process."""
     from rank_threads import start_in_threads
 
-    from nanoserve import llm
+    from nanoserve import parallel
 
-    monkeypatch.setattr(llm, "start_ranks", start_in_threads)
+    monkeypatch.setattr(parallel, "start_ranks", start_in_threads)
 
 
 @pytest.fixture

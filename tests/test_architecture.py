@@ -49,12 +49,10 @@ MAY_IMPORT = {
     "sampler": ["sequence", "batch", "controls"],
     "model_runner": ["batch", "config", "controls", "device", "graphs", "layers", "loader",
                      "model", "model_config", "parallel", "sampler", "self_test", "sequence"],
-    "engine": ["config", "detokenizer", "hooks", "inputs", "model_config",
-               "model_runner", "progress", "request", "rules", "scheduler", "sequence",
-               "turns"],
+    "engine": ["config", "hooks", "inputs", "model_runner", "progress", "request", "scheduler",
+               "sequence", "turns"],
     "llm": ["config", "detokenizer", "device", "engine", "hooks", "inputs", "loader",
-            "model_config", "model_runner", "parallel", "progress",
-            "request", "rules", "self_test"],
+            "model_config", "model_runner", "parallel", "progress", "request", "self_test"],
 }
 BOTTOM_UP = [*MAY_IMPORT]
 # Late, inside a function, because only who asks for it needs it.

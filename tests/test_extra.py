@@ -134,8 +134,8 @@ class CannotAttach(Extra):
 @pytest.mark.parametrize(("extra", "words"), [
     (Drafter(), "Drafter drafts: .* no overlap, .* extras="),
     (Prepares(), "Prepares can't be added to an engine that runs, .* extras="),
-    (Extra, "an extra must be an object that inherits from Extra, got <class"),
-    (None, "an extra must be an object that inherits from Extra, got None"),
+    (Extra, "objects that inherit from Extra, got <class"),
+    (None, "objects that inherit from Extra, got None"),
     (CannotAttach(), "no room")], ids=["drafts", "late", "a class", "nothing", "no room"])
 def test_an_engine_that_runs_stays_as_it_was_where_an_extra_is_refused(llm, extra, words):
     before = [*llm.extras]

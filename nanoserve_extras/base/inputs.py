@@ -1,7 +1,7 @@
 """Prompts in all the forms that people send: the plain engine's `InputProcessor`, with more.
 
     nanoserve.inputs.InputProcessor    here
-    read_list                          a tokenizer's output (`BatchEncoding`); texts in one call
+    requests_of                        a tokenizer's output (`BatchEncoding`); texts in one call
     read_dict                          vLLM's entries: cache_salt, and words that ask for nothing
     render_chat                        odd messages (messages.py), plain special tokens
                                        (plain_texts.py), tokenizers that write chats by code
@@ -89,9 +89,9 @@ class Inputs(InputProcessor):
 
     # ------------------------------------------------------------------- prompts
 
-    def read_list(self, prompts: Prompt | list[Prompt]) -> list[Prompt]:
-        """The prompts one by one, with token ids for texts: see `tokenize`."""
-        return self.tokenize(as_list(prompts))
+    def requests_of(self, prompts: Prompt | list[Prompt], **given: object) -> list[dict]:
+        """Of a tokenizer's output, too; all texts are tokenised in one call."""
+        return super().requests_of(self.tokenize(as_list(prompts)), **given)
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
         """The same prompts, with token ids added to texts: in one call, for which the library has

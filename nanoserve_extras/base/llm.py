@@ -22,7 +22,6 @@ from typing import TypeVar
 from nanoserve import llm as plain
 from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Tokenizer
-from nanoserve.engine import Plan
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.request import Request, RequestOutput
@@ -32,6 +31,7 @@ from nanoserve_extras.base.device import pick_device, say_why_unused
 from nanoserve_extras.base.facts import Fact, check_added, facts_of, own_parts
 from nanoserve_extras.base.inputs import Inputs, Prompt
 from nanoserve_extras.base.metrics import EngineMetrics, Metric
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.ranks import WatchedRanks
 from nanoserve_extras.base.sampling_params import SamplingParams
 from nanoserve_extras.base.start_up import describe
@@ -53,6 +53,7 @@ class LLM(plain.LLM):
     not exist.
     """
 
+    make_plan = Plan
     make_inputs = Inputs
     make_ranks = WatchedRanks
 
@@ -100,10 +101,6 @@ class LLM(plain.LLM):
                      lora_request: object = None) -> Request:
         return super().make_request(request_id, prompt, sampling_params, priority,
                                     lora_request=lora_request)
-
-    def make_requests(self, prompts: Prompt | list[Prompt], *args, **options) -> list[Request]:
-        """Of a tokenizer's output, too; all texts are tokenised in one call."""
-        return super().make_requests(self.inputs.read_list(prompts), *args, **options)
 
     # ---------------------------------------------------- numbers and vLLM's words
 

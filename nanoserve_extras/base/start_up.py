@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine import Plan
 from nanoserve.model_runner import ModelRunner
 from nanoserve.self_test import load_backend
+from nanoserve_extras.base.plan import Plan
 
 
 def describe(plan: Plan, config: EngineConfig, runner: ModelRunner, num_blocks: int) -> str:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.loader import (
     Tensors,
@@ -36,6 +36,7 @@ from nanoserve.loader import (
     weight_files,
 )
 from nanoserve.progress import say
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.wrappings import check_names, is_text
 
 # By load_format: the names without and with an ending for shards, the preferred format first.

@@ -39,7 +39,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nanoserve.batch import MAX_MOVES
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.request import Request
@@ -48,6 +48,7 @@ from nanoserve.sequence import CacheEntry, Sequence, Step
 from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.metrics import Counter, Metric
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.block_store.block_folder import (
     CHECKSUM,
     Folder,

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Protocol
 
 from nanoserve.detokenizer import load_tokenizer
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import check_shares
 from nanoserve.progress import say
@@ -30,6 +30,7 @@ from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.config_files import ModelConfig, read_architecture, read_config
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.plan import Plan
 
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet

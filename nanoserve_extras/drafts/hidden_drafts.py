@@ -30,7 +30,7 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
 from nanoserve.loader import Tensors, load_dummy_weights, load_weights
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
@@ -40,6 +40,7 @@ from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.weight_files import find_weights, stored_tensors
 from nanoserve_extras.drafts.guessers import UNKNOWN, Guesser, write_drafts
 from nanoserve_extras.drafts.hidden_taps import Head, LastTap, LayerTaps, States

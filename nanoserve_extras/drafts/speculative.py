@@ -22,11 +22,12 @@ equally often.
 from dataclasses import replace
 from pathlib import Path
 
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.base.metrics import Counter, Metric, Vector
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.words import in_words
 from nanoserve_extras.drafts.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser
 from nanoserve_extras.drafts.hidden_drafts import HiddenGuesser, OwnGuesser

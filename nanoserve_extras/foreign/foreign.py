@@ -19,7 +19,6 @@ from pathlib import Path
 
 import transformers
 
-from nanoserve.engine import Plan
 from nanoserve.hooks import Extra
 from nanoserve.model_config import read_eos, read_generation
 from nanoserve_extras.base.config_files import (
@@ -30,6 +29,7 @@ from nanoserve_extras.base.config_files import (
     read_quantization,
 )
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.words import in_words
 from nanoserve_extras.base.wrappings import WRAPPINGS, flatten, stored_names, text_part
 from nanoserve_extras.engine_args import EngineArgs

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache
@@ -45,6 +45,7 @@ from nanoserve.sequence import Sequence, Step
 from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.metrics import Counter, Gauge, Metric
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.engine_args import LayerPlanOptions
 from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom
 from nanoserve_extras.new_weights import NewWeights

@@ -38,7 +38,6 @@ from torch import nn
 
 from nanoserve import rules
 from nanoserve.batch import Batch
-from nanoserve.engine import Plan
 from nanoserve.hooks import Extra
 from nanoserve.layers import Linear, Placement, beside
 from nanoserve.loader import translated
@@ -51,6 +50,7 @@ from nanoserve.rules import option
 from nanoserve.sequence import CacheEntry, Step
 from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.ranks import hand_out
 from nanoserve_extras.base.words import in_words
 from nanoserve_extras.engine_args import LoRAOptions, keep_path

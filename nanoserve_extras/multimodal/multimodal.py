@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from transformers import ProcessorMixin
 
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.request import Request
@@ -48,6 +48,7 @@ from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.inputs import Inputs, Prompt, salt_of, template_of
 from nanoserve_extras.base.messages import MediaError
 from nanoserve_extras.base.metrics import Counter, Gauge, Metric
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.words import in_words, words_of
 from nanoserve_extras.engine_args import MultimodalOptions
 from nanoserve_extras.foreign.transformers_model import TransformersModel, refusal

@@ -30,7 +30,7 @@ from tokenizers import normalizers
 
 from nanoserve import rules
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.engine import Plan, no_numbers
+from nanoserve.engine import no_numbers
 from nanoserve.hooks import Extra
 from nanoserve.inputs import one_for_each
 from nanoserve.progress import say
@@ -39,6 +39,7 @@ from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.inputs import Inputs, Prompt, as_list, salt_of
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.request import Request, salted
 from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.base.words import in_words

@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nanoserve.engine import Plan
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.engine_args import QuantizationOptions
 from nanoserve_extras.quantization.formats import assemble, read_format
 from nanoserve_extras.quantization.quantized_experts import QuantisedExperts

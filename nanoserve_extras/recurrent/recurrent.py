@@ -38,7 +38,7 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
 from nanoserve.device import MIN_CACHE_TOKENS, cpu_budget, memory_for, return_freed_memory
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.layers import Linear
 from nanoserve.model import KVCache
@@ -48,6 +48,7 @@ from nanoserve.progress import say
 from nanoserve.sampler import put
 from nanoserve.sequence import Step
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.engine_args import RecurrentOptions
 from nanoserve_extras.foreign.foreign_graphs import EvenRecorder, ForeignRecorder
 from nanoserve_extras.foreign.foreign_layers import SIZES, Packed, Picks

@@ -32,12 +32,13 @@ from typing import Any
 import numpy as np
 
 from nanoserve import rules
-from nanoserve.engine import LLMEngine, Plan
+from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.request import Request
 from nanoserve.rules import option
 from nanoserve.sequence import Sequence
 from nanoserve_extras.base.facts import Fact
+from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.words import in_words
 from nanoserve_extras.structured.structured_schema import tidy
 from nanoserve_extras.structured.structured_trial import Trial, byte_tokenizer
