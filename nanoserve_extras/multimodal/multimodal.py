@@ -270,12 +270,12 @@ class MultimodalInputs(Inputs):
                                  f"{min(unknown)}: choose of {', '.join(sorted(known))}")
         return processor
 
-    def process(self, request_id: str, prompt: Prompt, *args) -> Request:
+    def process(self, request_id: str, prompt: Prompt, *args, **given) -> Request:
         """As for texts; raises `ValueError` for what is no image, too large, or one too many."""
         text, ids, pictures = self.see(prompt)
         request = super().process(request_id, {
             "prompt": text, "prompt_token_ids": ids, "cache_salt": salt_of(prompt),
-            "chat_template": template_of(prompt)}, *args)
+            "chat_template": template_of(prompt)}, *args, **given)
         found = request.prompt_token_ids.count(self.encoder.token_id)
         if found != (needed := sum(picture.num_tokens for picture in pictures)):
             raise MediaError(f"the prompt has {found} placeholders (token "
