@@ -93,6 +93,10 @@ class BlockManager:
             return 0
         return (len(seq.token_ids) - 1) // self.block_size
 
+    def next_key(self, seq: Sequence, num_hits: int) -> bytes | None:
+        """The key of the block after so many hits; None if that block may not be one."""
+        return self.keys(seq)[num_hits] if num_hits < self.max_hits(seq) else None
+
     def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
         """Look up the longest cached prefix of `seq`. Takes no reference and changes no block.
         Extras may cut what was found (`Extra.usable`)."""

@@ -205,6 +205,8 @@ class LLMEngine:
             self.in_step = True
             self.check_open()
             step = self.scheduler.schedule()
+            if self.hooks.force or self.hooks.draft:
+                self.scheduler.add_drafts(step)
             for tell in self.hooks.scheduled:
                 tell(step)
             if step.num_new_tokens:

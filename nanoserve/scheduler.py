@@ -24,6 +24,7 @@ Not known here: torch, text, devices. Road not taken: to swap a victim's KV to t
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable
+from operator import attrgetter
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
@@ -31,6 +32,7 @@ from nanoserve.hooks import Hooks
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
 RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
+ORDER = attrgetter("order")
 
 
 class Scheduler:
@@ -49,6 +51,9 @@ class Scheduler:
         self.config, self.hooks = config, hooks or Hooks()
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs: int = config.max_num_seqs
+        self.is_chunked = config.enable_chunked_prefill
+        self.interrupts = config.scheduling_policy == "priority"
+        self.in_stages = config.steps_at_once > 1  # then a sequence is in one step at a time
         self.most_drafts, self.vocab_size = most_drafts, vocab_size
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
                                    window, self.hooks)
@@ -75,10 +80,11 @@ class Scheduler:
                 f"{capacity} tokens ({self.blocks.num_blocks} blocks of {self.blocks.block_size}): "
                 "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
         self.blocks.keys(seq)
-        insort(self.waiting, seq, key=self.order)
+        seq.order = self.order(seq)
+        insort(self.waiting, seq, key=ORDER)
 
     def order(self, seq: Sequence) -> tuple[float, int, int]:
-        """The sort key of both queues; the smallest is first. A sequence's key is unique and never
+        """A new sequence's key in both queues; the smallest is first. The key is unique and never
         changes, so a preempted sequence returns to its old position.
 
         "fcfs" is first come, first served. "priority" has the lowest number first, then the same.
@@ -98,11 +104,10 @@ class Scheduler:
         step = Step(self.num_steps, budget=self.max_num_batched_tokens)
         self.num_steps += 1
         self.in_flight.append(step)  # from here on, so that it can be dropped if an extra fails
-        if self.config.scheduling_policy == "priority":
+        if self.interrupts:
             self._interrupt(step)
-        self._schedule_prompts(step, self._schedule_decodes(step))
-        if (self.hooks.force or self.hooks.draft) and not step.preempted:
-            self._add_drafts(step)
+        prompts = self._schedule_decodes(step)
+        self._schedule_prompts(step, prompts)
         if not step.num_new_tokens:
             self.in_flight.pop()
         assert self.in_flight or step.preempted or (
@@ -117,19 +122,20 @@ class Scheduler:
         Returns the running prompts, whose gap is larger. They get blocks here and tokens later: one
         that lacks blocks preempts the last in the order, which must have no share by then.
         """
-        block_size, in_stages = self.blocks.block_size, self.config.steps_at_once > 1
+        block_size, in_stages = self.blocks.block_size, self.in_stages
         prompts: list[Sequence] = []
         rows = self.running  # `_make_room` may take victims off its end
         if step.blocked_on is not None:
             rows = self.running[:-1]  # the last must make way: `_interrupt` waits for it
         for seq in rows:
             start = seq.num_computed_tokens + seq.num_inflight_tokens
-            gap = len(seq.token_ids) + seq.num_unknown_tokens - start
+            num_tokens = len(seq.token_ids) + seq.num_unknown_tokens
             if seq.num_unknown_tokens and (
                     in_stages or seq.request.needs_output_tokens
-                    or seq.num_tokens >= seq.request.max_num_tokens):
-                gap = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
-            end = start + (gap if gap <= 1 else min(gap, step.budget))
+                    or num_tokens >= seq.request.max_num_tokens):
+                continue  # the next draw needs the unknown token, or it is the last (8th of 8)
+            gap = num_tokens - start
+            end = start + min(gap, step.budget)
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
             if gap > 1:
@@ -163,16 +169,16 @@ class Scheduler:
         self._retire(seq)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
-        insort(self.waiting, seq, key=self.order)
+        insort(self.waiting, seq, key=ORDER)
 
     def _schedule_prompts(self, step: Step, prompts: list[Sequence]) -> None:
         """What decodes have left goes to the running `prompts` and to waiting ones, in order: a
         prompt of 3,000 tokens that runs already does not hold up an urgent one that waits."""
         while step.budget > 0:
-            new = self._next_waiting(step)
-            if new and not (prompts and self.order(prompts[0]) < self.order(new)):
+            running, new = prompts[0] if prompts else None, self._next_waiting(step)
+            if new and (running is None or new.order < running.order):
                 self._admit(step, new)
-            elif prompts and self._add_chunk(step, prompts[0]):
+            elif running and self._add_chunk(step, running):
                 del prompts[0]
             else:
                 break
@@ -192,7 +198,7 @@ class Scheduler:
         and is more than the budget."""
         start = seq.num_computed_tokens + seq.num_inflight_tokens
         num_new = min(len(seq.token_ids) - start, step.budget)
-        if start + num_new < len(seq.token_ids) and not self.config.enable_chunked_prefill:
+        if start + num_new < len(seq.token_ids) and not self.is_chunked:
             return False
         if num_new := self._cut(step, seq, start, num_new):
             self._add_row(step, seq, start, num_new)
@@ -229,17 +235,17 @@ class Scheduler:
         if not num_new:
             step.blocked_on = seq, "cut", self.blocks.num_needed(hits, len(seq.token_ids))
             return
-        if seq.num_cached_tokens is None:  # a hit after a preemption saves nothing
-            seq.num_cached_tokens = start
         self._start(step, seq, hits)
         self._add_row(step, seq, start, num_new, num_loaded)
         self.blocks.allocate(seq, start + num_new)
+        if seq.num_cached_tokens is None:  # a hit after a preemption saves nothing
+            seq.num_cached_tokens = start
 
     def _what_it_lacks(self, step: Step, seq: Sequence, hits: list[CacheEntry],
                        num_left: int) -> tuple[Sequence, str, int] | None:
         """Why a waiting sequence with `num_left` tokens to compute can't start, as
         `Step.blocked_on` says it; None if it can."""
-        must_be_whole = step.deferred or not self.config.enable_chunked_prefill
+        must_be_whole = step.deferred or not self.is_chunked
         if num_left > step.budget and must_be_whole:
             return seq, "tokens", num_left
         # There must be room for all its tokens, not only for this chunk: otherwise prompts that
@@ -252,7 +258,7 @@ class Scheduler:
     def _start(self, step: Step, seq: Sequence, hits: list[CacheEntry]) -> None:
         """A waiting sequence gets a row, and the blocks of its prefix hit."""
         del self.waiting[len(step.deferred)]
-        insort(self.running, seq, key=self.order)
+        insort(self.running, seq, key=ORDER)
         step.admitted.append(seq)
         seq.row = self.free_rows.pop()
         seq.num_computed_tokens = len(hits) * self.blocks.block_size
@@ -261,9 +267,9 @@ class Scheduler:
     def _pending(self, seq: Sequence, num_hits: int) -> Sequence | None:
         """For whom a step in flight, or this one, computes the next block of `seq`. It is `seq`
         itself while the block is read from a file."""
-        if num_hits >= self.blocks.max_hits(seq):
+        key = self.blocks.next_key(seq, num_hits)
+        if key is None:
             return None
-        key = self.blocks.keys(seq)[num_hits]
         for one in self.in_flight:  # the last is this step
             if key in one.pending_keys:
                 return one.pending_keys[key]
@@ -291,13 +297,16 @@ class Scheduler:
             step.sampling.append(seq)  # an unfinished chunk samples nothing
             seq.num_unknown_tokens += 1
 
-    def _add_drafts(self, step: Step) -> None:
-        """Add draft tokens to decoding rows, from the budget and blocks that are left. With 7 of 10
-        tokens known: at most 2, since the step samples the third.
+    def add_drafts(self, step: Step) -> None:
+        """Ask extras for draft tokens of the decoding rows of a scheduled step, within the budget
+        and blocks that are left. With 7 of 10 tokens known: at most 2, since the step samples the
+        third.
 
         Each draft is one sample more. An engine without `most_drafts` has room for `max_num_seqs`
         samples. It has no extra that guesses, but it may have one that forces tokens.
         """
+        if step.preempted:
+            return
         num_free = self.max_num_seqs - len(step.sampling)
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)
@@ -334,11 +343,10 @@ class Scheduler:
         """Policy "priority": preempt running sequences, the last first, while the first waiting one
         is earlier in the order and lacks a row or blocks. A sequence that a step in flight still
         computes gets no share of this step, and the next call preempts it."""
-        while self.running and self.waiting and (
-                self.order(self.waiting[0]) < self.order(self.running[-1])):
+        while self.running and self.waiting and self.waiting[0].order < self.running[-1].order:
             seq, last = self.waiting[0], self.running[-1]
             hits = self.blocks.find_prefix(seq)
-            num_needed = self.blocks.num_needed(hits, seq.num_tokens)
+            num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
             fits = self.free_rows and num_needed <= self.blocks.num_free_blocks
             if fits or self._pending(seq, len(hits)):  # or it would be deferred anyway
                 return
@@ -363,16 +371,14 @@ class Scheduler:
             f"step {step.index} samples {len(step.samples())} tokens, got {len(sampled)}")
         self.in_flight.popleft()
         self._take_samples(step, sampled)
-        full = self._count_computed(step)
+        may_have_filled = self._count_computed(step)
         try:
-            for seq in full:
+            for seq in may_have_filled:
                 self.blocks.commit(seq)
                 self.blocks.release(seq)
         finally:  # runs even if a hook raised: a sequence must not continue past its stop token
             for seq in step.accepted:
-                request, newest = seq.request, seq.token_ids[-1]
-                if newest in request.stop_ids or len(seq.token_ids) >= request.max_num_tokens:
-                    self._end(seq, newest)
+                self._end_if_done(seq)
         return step.accepted
 
     def _take_samples(self, step: Step, sampled: list[int | None]) -> None:
@@ -386,26 +392,26 @@ class Scheduler:
                 step.accepted[seq] = tokens
 
     def _count_computed(self, step: Step) -> list[Sequence]:
-        """Tokens in flight become computed ones. Returns who may have filled a block by that."""
-        block_size, full = self.blocks.block_size, []
+        """Tokens in flight become computed ones. Returns the sequences that may have filled a block
+        by that."""
+        block_size, may_have_filled = self.blocks.block_size, []
         for seq, num_new in step.num_new_tokens.items():
             num_done = num_new + step.num_loaded.get(seq, 0)
             seq.num_inflight_tokens -= num_done
             seq.num_computed_tokens += num_done
             # One token fills a block only where it ends at a multiple of the block's size.
-            may_fill = num_done > 1 or seq.num_computed_tokens % block_size == 0
-            if may_fill and seq.finish_reason is None:
-                full.append(seq)
-        return full
+            ends_block = num_done > 1 or seq.num_computed_tokens % block_size == 0
+            if ends_block and seq.finish_reason is None:
+                may_have_filled.append(seq)
+        return may_have_filled
 
-    def _end(self, seq: Sequence, newest: int) -> None:
-        """End a sequence after its newest token: a stop token, or the last that fits."""
-        if newest not in seq.request.stop_ids:
+    def _end_if_done(self, seq: Sequence) -> None:
+        """End a sequence whose newest token is a stop token, or the last that fits."""
+        request, newest = seq.request, seq.token_ids[-1]
+        if newest in request.stop_ids and not any(ask(seq) for ask in self.hooks.gave_up):
+            self.finish(seq, "stop", None if newest in request.eos_ids else newest)
+        elif newest in request.stop_ids or len(seq.token_ids) >= request.max_num_tokens:
             self.finish(seq, "length")
-        elif any(ask(seq) for ask in self.hooks.gave_up):
-            self.finish(seq, "length")
-        else:
-            self.finish(seq, "stop", None if newest in seq.request.eos_ids else newest)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None,
                num_tokens: int | None = None) -> None:
@@ -422,10 +428,7 @@ class Scheduler:
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         queue = self.waiting if seq.row < 0 else self.running
-        place = bisect_left(queue, self.order(seq), key=self.order)
-        if queue[place:place + 1] != [seq]:  # an order of someone's own, whose key has changed
-            place = queue.index(seq)
-        del queue[place]
+        del queue[bisect_left(queue, seq.order, key=ORDER)]
         if seq.row >= 0:
             self._retire(seq)
 

@@ -26,7 +26,7 @@ mean one thing each, everywhere:
     query_len            num_new_tokens of a row
     seq_len              tokens a row attends to: everything before the step plus query_len
     cu_seqlens_q         running sum of the query lengths, with a leading 0
-    order                who goes first: the sort key of both queues, `Scheduler.order`
+    order                who goes first: a sequence's sort key in both queues, `Scheduler.order`
     depth                how many steps stay in flight while the next is scheduled: 0, with overlap
                          1, and with overlap and n pipeline stages n - 1
     prepack              lay a weight out as a device multiplies with it: `ops.prepack`
@@ -99,6 +99,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # None: never scheduled
     num_preemptions: int = 0
     row: int = -1  # -1: not running
+    order: tuple = ()  # the sort key of both queues, from `Scheduler.order`
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None
 

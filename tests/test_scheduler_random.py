@@ -251,6 +251,7 @@ class Drive:
 
     def step(self) -> None:
         step = self.scheduler.schedule()
+        self.scheduler.add_drafts(step)
         assert step.num_tokens <= self.workload.budget
         if not self.workload.chunking:  # also where two steps of prompts were lost at once
             assert set(step.sampling) == set(step.num_new_tokens), "a prompt was cut"

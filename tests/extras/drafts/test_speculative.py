@@ -109,6 +109,7 @@ def test_drafts_take_only_what_is_left():
             seq.token_ids.append(5)
             s.blocks.allocate(seq, 4)
         step = s.schedule()
+        s.add_drafts(step)
         s.check()
         assert not step.preempted
         return [len(step.drafts.get(seq, [])) for seq in seqs]
@@ -129,6 +130,7 @@ def test_a_block_of_wrong_drafts_is_never_found():
     s.add(sequence("0", [0, 1, 2], SamplingParams(), max_num_tokens=30))
     s.update(s.schedule(), [3])
     step = s.schedule()
+    s.add_drafts(step)
     seq, = step.num_new_tokens
     assert step.num_new_tokens[seq] == 10 and len(seq.block_table) == 4  # positions 3 to 12
     s.update(step, [7, 7, 8, *[7] * 7])
