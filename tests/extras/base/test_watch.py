@@ -34,14 +34,14 @@ pytestmark = [looks_into_proc, pytest.mark.usefixtures("leave_nobody")]
 
 
 @pytest.mark.parametrize("when", [pytest.param("idle", marks=pytest.mark.full), "in a step"])
-def test_a_child_that_hangs_is_dead(start, monkeypatch, expected, when):
+def test_a_child_that_hangs_is_dead(start, monkeypatch, text_of_prompt, when):
     """Before that, an engine whose user holds Python's lock for longer than heartbeats may be
     missed serves as ever. (json.loads of a large file ended it, and rank 1 was named.)"""
     hasten(monkeypatch)
     llm = start()
     if when == "idle":
         hold_the_lock(1.5 * Heartbeats.MAX_MISSED * Heartbeats.BEAT)
-    assert run(llm)[0].outputs[0].token_ids == expected()
+    assert run(llm)[0].outputs[0].token_ids == text_of_prompt()
     assert llm.runner.ranks.watch.is_alive() and not llm.runner.ranks.broken
     [pid] = pids_of(llm)
     os.kill(pid, signal.SIGSTOP)
@@ -102,7 +102,7 @@ def test_a_heartbeat_under_way_is_over_when_the_engine_has_ended(monkeypatch):
     assert set(threading.enumerate()) <= before
 
 
-def test_a_suspended_terminal(qwen3, tmp_path, expected):
+def test_a_suspended_terminal(qwen3, tmp_path, text_of_prompt):
     """Ctrl-Z for longer than it takes to declare somebody dead kills nobody: heartbeats are not
     compared with a clock. Nor does a rank end while rank 0 alone is stopped: it lives."""
     hasten = SETTING.format(0.1)
@@ -119,7 +119,7 @@ print(text() == tokens, [child.pid for child in llm.runner.ranks.watch.children]
         time.sleep(0.5)
     out, script.err = script.process.communicate("\n", timeout=60)
     assert out == "True True\n", script.err
-    script.check(expected(), 0)
+    script.check(text_of_prompt(), 0)
     assert "died" not in script.err and "ends" not in script.err
 
 
@@ -133,7 +133,7 @@ def free_port() -> int:
 
 
 @pytest.mark.full
-def test_torchrun_on_two_machines(qwen3, tmp_path, expected):
+def test_torchrun_on_two_machines(qwen3, tmp_path, text_of_prompt):
     """Both of them this one. Only the first prints, and holds Python's lock for longer than beats
     may be missed."""
     setting = "import ctypes; " + SETTING.format(0.2)
@@ -145,7 +145,7 @@ def test_torchrun_on_two_machines(qwen3, tmp_path, expected):
         for i in range(2)]
     for script in machines:
         script.end()
-    machines[0].check(expected(), 0)
+    machines[0].check(text_of_prompt(), 0)
     assert machines[1].process.returncode == 0 and machines[1].out == "", machines[1].err
 
 
@@ -161,24 +161,24 @@ def started_by_hand(folder: Path, where: Path, ending: str, heartbeat: str) -> l
 
 
 @pytest.mark.full
-def test_ranks_of_another_starter_end(qwen3, tmp_path, expected):
+def test_ranks_of_another_starter_end(qwen3, tmp_path, text_of_prompt):
     """Rank 0 takes its store with it, which looked like its death to whoever counted up a heartbeat
     before it had heard the last word. (Of beats of 10 ms a busy machine skips any number.)"""
     beats = "0.01; w.Heartbeats.MAX_MISSED = 3000"
     ranks = [script.end() for script in started_by_hand(qwen3, tmp_path, "", beats)]
-    ranks[0].check(expected(), 0)
+    ranks[0].check(text_of_prompt(), 0)
     assert ranks[1].process.returncode == 0 and ranks[1].out == "", ranks[1].err
     assert "died" not in ranks[0].err + ranks[1].err
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("hangs", marks=pytest.mark.full)])
-def test_a_rank_of_another_starter_dies(qwen3, tmp_path, expected, how):
+def test_a_rank_of_another_starter_dies(qwen3, tmp_path, text_of_prompt, how):
     """They serve, and then one dies. A machine without power closes no connection, and neither does
     a process that hangs: the others waited for rank 0's store to answer. (Rank 0 counts the beats
     of the others, whoever has started them.)"""
     ranks = started_by_hand(qwen3, tmp_path, "print('idle', flush=True); time.sleep(1)\n"
                             "while True: text()", "0.2")
-    assert ranks[0].line().startswith(str(expected())) and ranks[0].line() == "idle"
+    assert ranks[0].line().startswith(str(text_of_prompt())) and ranks[0].line() == "idle"
     ranks[0].signal_all(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     ranks[1].end(PATIENCE)
     ranks[0].signal_all(signal.SIGKILL)
