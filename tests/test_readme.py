@@ -1,6 +1,6 @@
-"""README tells the truth: its commands, its example and its trace are run here.
+"""README tells the truth: its commands and its example are run here, and the start page's trace.
 
-Its map is checked in tests/test_architecture.py, the benchmark's table in
+Its list of files is checked in tests/test_architecture.py, the benchmark's table in
 tests/docs/test_figures.py, its links and pictures in test_pages.py there.
 """
 
@@ -28,5 +28,5 @@ def test_the_example_prints_what_is_shown():
 
 
 def test_the_step_trace_is_real():
-    shown = block_after(README, "<!-- printed by: python -m nanoserve trace -->")
+    shown = block_after(read("docs/start.md"), "<!-- printed by: python -m nanoserve trace -->")
     assert run("-m", "nanoserve", "trace") == shown

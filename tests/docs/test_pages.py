@@ -37,11 +37,12 @@ def test_links_lead_to_a_file_and_a_heading(page):
             assert anchor in found, f"{page} links to {link}; headings there: {sorted(found)}"
 
 
-def test_readme_leads_to_every_page():
-    """From its section "Where to go". Each page in Chinese is linked from the English one."""
-    section = read("README.md").split("\n## Where to go\n")[1].split("\n## ")[0]
+def test_the_start_leads_to_every_page():
+    """From its section "All pages". Each page in Chinese is linked from the English one."""
+    section = read("docs/start.md").split("\n## All pages\n")[1]
     english = {page for page in PAGES if not page.endswith(".zh.md")}
-    assert sorted(links(section)) == sorted(english - {"README.md"})
+    found = [str((ROOT / "docs" / link).resolve().relative_to(ROOT)) for link in links(section)]
+    assert sorted(found) == sorted(english - {"README.md", "docs/start.md"})
 
 
 def test_files_named_in_the_text_exist():

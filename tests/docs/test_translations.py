@@ -10,7 +10,7 @@ import pytest
 from pages import ROOT, read
 
 pytestmark = pytest.mark.floor
-PAGES = ["README.md", *(f"course/{name}.md"
+PAGES = ["README.md", "docs/start.md", *(f"course/{name}.md"
                         for name in ("before", "from_naive", "walk", "exercises", "museum"))]
 LANGUAGES = r"^\[(?:中文|English)\]\(.*\)\n"  # the link to the other page
 
@@ -45,7 +45,8 @@ def links(text: str, language: str = "") -> Counter:
     """Without anchors, which are headings' words; to a page that has two languages, in `language`.
     """
     names = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
-    pages = {*PAGES, *(page.removeprefix("course/") for page in PAGES)}
+    pages = {*PAGES, *(page.rpartition("/")[2] for page in PAGES)}
+    pages |= {f"../{page}" for page in PAGES}
     return Counter(translated(name) if language and name in pages else name for name in names)
 
 
