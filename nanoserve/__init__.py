@@ -15,17 +15,14 @@ __version__ = "0.1.0"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-_HOME = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "config",
-         "RequestOutputKind": "config", "RequestOutput": "request",
-         "CompletionOutput": "request", "Logprob": "request",
-         "ModelConfig": "model_config"}
-# vLLM's names for what has another name here. An `LLM` is the engine, with a way to make it.
-_ALIASES = {"LLMEngine": "LLM"}
+_HOMES = {"LLM": "llm", "LLMEngine": "engine", "EngineConfig": "config", "SamplingParams": "config",
+          "RequestOutputKind": "config", "RequestOutput": "request", "CompletionOutput": "request",
+          "Logprob": "request", "ModelConfig": "model_config"}
 
 
 def _homes() -> dict[str, str]:
-    """The module of each name: those of the engine, and those of extras, if they are there."""
-    homes = {name: f"nanoserve.{module}" for name, module in _HOME.items()}
+    """The module of each name: the extras' one, if they are there and have it, or the engine's."""
+    homes = {name: f"nanoserve.{module}" for name, module in _HOMES.items()}
     try:
         import nanoserve_extras
     except ModuleNotFoundError:
@@ -37,12 +34,11 @@ def _homes() -> dict[str, str]:
 def __getattr__(name: str):
     homes = _homes()
     if name == "__all__":
-        return [*homes, *_ALIASES]
-    name = _ALIASES.get(name, name)
+        return [*homes]
     if name in homes:
         return getattr(import_module(homes[name]), name)
     raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_homes(), *_ALIASES])
+    return sorted([*globals(), *_homes()])

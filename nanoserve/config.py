@@ -197,22 +197,15 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # no others
     bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
     logits_processors: list | None = control(None, rules.FUNCTIONS)  # called first
-    # So many tokens of a thought, and then its closing mark: extras.thinking. -1: no limit.
+    # So many tokens of a thought, and then its closing mark: extras.thinking.
     thinking_token_budget: int | None = control(None, rules.COUNT_OR_ALL)
     structured_outputs: object = control(None, rules.ANYTHING)  # extras.structured's, or a dict
     stack_level = 3  # from a warning to the line that made the object; no field
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        for name in ("logprobs", "prompt_logprobs"):  # True is 1, as in vLLM
-            given = getattr(self, name)
-            if isinstance(given, bool):
-                setattr(self, name, int(given) or None)
         rules.check_fields(self)
         self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
-        for name in ("seed", "thinking_token_budget"):  # -1: vLLM's other spelling
-            if getattr(self, name) == -1:
-                setattr(self, name, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: "
                              "lower the first or raise the second")

@@ -52,7 +52,7 @@ class Extra:
 
     def __init__(self, **options: Any):
         """Its options are a record with rules, as the engine's own (rules.py)."""
-        self.options = self.Options.of(**options)
+        self.options = self.Options(**options)
 
     @property
     def name(self) -> str:

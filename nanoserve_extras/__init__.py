@@ -22,7 +22,7 @@ NAMES = dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput",
                        "ClassificationOutput", "ScoringOutput"), "pooling.pooling")
 NAMES |= {"PoolerConfig": "pooling.pooler", "StructuredOutputsParams": "structured.structured",
           "LoRARequest": "lora.lora", "AsyncLLM": "server.async_llm", "EngineArgs": "engine_args",
-          "LLM": "base.llm", "ModelConfig": "base.config_files",
+          "LLM": "base.llm", "LLMEngine": "base.llm", "ModelConfig": "base.config_files",
           "SamplingParams": "base.sampling_params",
           "TextPrompt": "base.inputs", "TokensPrompt": "base.inputs"}
 

@@ -199,10 +199,3 @@ def test_numbers_of_numpy_are_numbers():
     assert params.stop_token_ids == [3, 4]
     assert [type(x) for x in (params.temperature, params.max_tokens, params.seed)] == [
         float, int, int]
-
-
-@pytest.mark.parametrize("name", ["seed", "thinking_token_budget"])
-def test_minus_one_is_none(name):
-    """vLLM's other spelling: as a number such a seed would make all samples equal, and such a
-    budget would end each thought before its first token."""
-    assert getattr(SamplingParams(**{name: -1}), name) is None

@@ -174,3 +174,6 @@ class LLM(plain.LLM):
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *METHODS]
+
+
+LLMEngine = LLM  # vLLM's other name: here an `LLM` is the engine, with a way to make it

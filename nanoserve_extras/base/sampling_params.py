@@ -9,4 +9,14 @@ class SamplingParams(plain.SamplingParams):
     """As the plain engine's, without a field more."""
 
     __doc__ = plain.SamplingParams.__doc__
-    stack_level = plain.SamplingParams.stack_level + 1  # the decorator is called in between
+    stack_level = plain.SamplingParams.stack_level + 2  # the decorator's call, and the one below
+
+    def __post_init__(self):
+        for name in ("logprobs", "prompt_logprobs"):  # True is 1
+            given = getattr(self, name)
+            if isinstance(given, bool):
+                setattr(self, name, int(given) or None)
+        super().__post_init__()
+        for name in ("seed", "thinking_token_budget"):  # -1 is None
+            if getattr(self, name) == -1:
+                setattr(self, name, None)

@@ -152,6 +152,13 @@ def test_a_name_without_a_row_is_compared_with_none_that_is_only_similar(word):
         EngineArgs(model="m", **{word: True})
 
 
+@pytest.mark.parametrize("name", ["seed", "thinking_token_budget"])
+def test_minus_one_is_none(name):
+    """vLLM's other spelling: as a number such a seed would make all samples equal, and such a
+    budget would end each thought before its first token."""
+    assert getattr(SamplingParams(**{name: -1}), name) is None
+
+
 def test_a_clone_shares_nothing():
     params = SamplingParams(stop=["a"], logit_bias={5: 1.0}, temperature=0.5, bad_words=["b"])
     copy = params.clone()
