@@ -50,7 +50,7 @@ UNDECLARED = ("head_dim", "tie_word_embeddings", "sliding_window_pattern", "rope
               "original_max_position_embeddings")
 # Entries that would change the network in a way that nothing here computes, with the usual value.
 NOT_COMPUTED = {"use_bidirectional_attention": False, "is_causal": True, "per_layer_config": None,
-                "quantization_config": None, "quantization": None}
+                "partial_rotary_factor": 1, "quantization_config": None, "quantization": None}
 # An override in one spelling does not replace the file's entry in another.
 SPELLINGS = {"torch_dtype": "dtype", "rope_parameters": "rope_scaling",
              **dict.fromkeys(("rope_theta", "rope_scaling", "rope_local_base_freq"),
@@ -150,7 +150,7 @@ class ModelConfig:
         for name, usual in NOT_COMPUTED.items():
             if config.get(name) not in (None, usual):
                 raise ValueError(f"config.json: {name}={config[name]!r:.80} is not supported: "
-                                 "leave it out, or use model_impl='transformers'")
+                                 "leave it out, or use nanoserve_extras' model_impl='transformers'")
         found = cls(architecture=architecture, text_type=kind, dtype=read_dtype(config),
                     eos_token_ids=read_eos(config, generation), generation_defaults=generation,
                     **read_by_transformers(kind, config) | flags)
@@ -165,9 +165,12 @@ class ModelConfig:
 
 def check_sizes(config: ModelConfig) -> None:
     """Raises `ValueError` for sizes that are none, or do not fit together."""
-    for name in (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"config.json: {name} must be above 0, got {getattr(config, name)}")
+    names = [*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"]
+    if any(config.moe_layers):
+        names += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
+    for name in names:
+        if type(size := getattr(config, name)) is not int or size < 1:
+            raise ValueError(f"config.json: {name} must be a whole number above 0, got {size!r}")
     for window in config.windows:
         if window is not None and window < 1:
             raise ValueError(f"config.json: sliding_window must be above 0, got {window}")
@@ -242,7 +245,9 @@ def make_rope(hf: Any, kind: str | None = None) -> Rope:
     recipe = hf.rope_parameters[kind] if kind else hf.rope_parameters
     if recipe["rope_type"] not in RECIPES or recipe.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"RoPE of {recipe!r:.200} is not supported: choose one of "
-                         f"{', '.join(RECIPES)}, or model_impl='transformers'")
+                         f"{', '.join(RECIPES)}, or nanoserve_extras' model_impl='transformers'")
+    if recipe["rope_theta"] <= 1:
+        raise ValueError(f"rope_theta must be above 1, got {recipe['rope_theta']}")
     if recipe["rope_type"] == "default":
         exponents = torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim
         return Rope(tuple((1.0 / recipe["rope_theta"] ** exponents).tolist()))
@@ -294,7 +299,8 @@ def read_activation(hf: Any) -> str:
     name = "hidden_activation" if hasattr(hf, "hidden_activation") else "hidden_act"
     if (activation := getattr(hf, name)) not in ACTIVATIONS:
         raise ValueError(f"{name}={activation!r} is not supported: choose one of "
-                         f"{', '.join(ACTIVATIONS)}, or model_impl='transformers'")
+                         f"{', '.join(ACTIVATIONS)}, or nanoserve_extras' "
+                         "model_impl='transformers'")
     return ACTIVATIONS[activation]
 
 
