@@ -8,7 +8,7 @@ import torch
 from dummy_engines import assert_serves, start
 from helpers import write_json
 
-from nanoserve import LLM
+from nanoserve import LLM, self_test
 
 
 def test_an_explicit_max_model_len_above_the_models_is_refused(dummy):
@@ -41,6 +41,20 @@ def test_a_dtype_that_is_too_small_is_replaced_and_said(dummy, capsys):
     llm = start(dummy, device="cpu", dtype="auto", hf_overrides=dict(
         architectures=["Gemma2ForCausalLM"], model_type="gemma2", dtype="float16"))
     assert llm.config.dtype != "float16" and "overflow in float16" in capsys.readouterr().err
+
+
+def test_kernels_that_cannot_be_had_are_replaced_and_said(dummy, capsys, monkeypatch):
+    load = self_test.load_backend
+
+    def without_a_compiler(kernels: str):
+        if kernels == "cpu":
+            raise ImportError("there is no compiler")
+        return load(kernels)
+
+    monkeypatch.setattr(self_test, "load_backend", without_a_compiler)
+    llm = start(dummy, device="cpu", kernels="auto")
+    assert llm.config.kernels == "torch"
+    assert "there is no compiler. kernels='torch' takes its place" in capsys.readouterr().err
 
 
 def test_an_open_max_model_len_is_lowered_and_said(dummy, capsys):

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections import Counter
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import Step
 from nanoserve_extras.drafts import guessers
 from nanoserve_extras.drafts.guessers import NgramGuesser, NgramIndex, SuffixGuesser
 from nanoserve_extras.drafts.speculative import Speculation
@@ -137,6 +139,20 @@ def test_a_block_of_wrong_drafts_is_never_found():
     s.check()
     assert seq.token_ids == [0, 1, 2, 3, 7, 7, 8] and seq.num_computed_tokens == 6
     assert [entry.tokens for entry in s.blocks.cached.values()] == [[0, 1, 2, 3]]
+
+
+def test_a_guesser_hears_of_its_own_drafts_alone():
+    """Those that a grammar forces are right, whatever it would have guessed."""
+    told = []
+    extra = Speculation(speculative_config=dict(NGRAM))
+    extra.kind = lambda asked, engine: SimpleNamespace(
+        propose=lambda seq, most: [7, 8], updated=lambda step: None,
+        checked=lambda seq, num_right: told.append((seq, num_right)))
+    extra.attach(None)
+    own, forced = sequence("1", [1]), sequence("2", [1])
+    extra.draft(own, 2)
+    extra.updated(Step(0, drafts={own: [7, 8], forced: [5]}), {own: [7, 9], forced: [5, 6]})
+    assert told == [(own, 1)]
 
 
 # ------------------------------------------------------------------ the same text
