@@ -268,8 +268,7 @@ class CompletionAnswer(Answer):
         return tops
 
     def text_of(self, token_id: int) -> str:
-        tokenizer = self.requests[0].tokenizer
-        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id])
+        return self.requests[0].tokenizer.decode([token_id])
 
 
 class ChatAnswer(Answer):

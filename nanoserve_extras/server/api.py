@@ -206,7 +206,8 @@ class Server:
         if body.limit() is not None and count + body.limit() > limit:
             raise TooMuch(count, body.limit(), limit)
         if request.prompt is None and (isinstance(body, ChatBody) or getattr(body, "echo", False)):
-            request.prompt = self.llm.tokenizer.decode(request.prompt_token_ids)
+            tokenizer = self.llm.inputs.tokenizer_for("echo")
+            request.prompt = tokenizer.decode(request.prompt_token_ids)
         return request
 
     def _read(self, prompt: Any, body: GenerationBody | TokenizeBody) -> tuple:

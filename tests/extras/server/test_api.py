@@ -9,11 +9,11 @@ from dataclasses import fields
 from urllib.parse import quote
 
 import pytest
-from serving import CHAT, CHATS, COMPLETIONS, MESSAGES, NAME, PROMPT, RESPONSES, send
+from serving import CHAT, CHATS, COMPLETIONS, MESSAGES, NAME, PROMPT, RESPONSES, Serving, send
 from witness import read
 
 import nanoserve
-from nanoserve import SamplingParams
+from nanoserve import LLM, SamplingParams
 from nanoserve_extras.server.async_llm import EngineDeadError
 from nanoserve_extras.server.guard import EventStream, unless_gone
 
@@ -135,6 +135,18 @@ def test_completions_have_the_older_logprobs(server):
         {entry.decoded_token for entry in entries.values()} for entries in expected[1:]]
     assert all(text.startswith(token, at) for token, at in zip(
         found["tokens"], found["text_offset"], strict=True))
+
+
+def test_a_server_without_a_tokenizer_has_ids_and_no_texts():
+    with LLM(dtype="float32", num_gpu_blocks_override=32, skip_tokenizer_init=True) as llm, \
+            Serving(llm) as server:
+        asked = dict(prompt=[5, 6], max_tokens=2, logprobs=1, return_token_ids=True)
+        [choice] = server.ask(COMPLETIONS, asked)[1]["choices"]
+        assert choice["text"] == "" and choice["logprobs"]["tokens"] == [
+            f"token_id:{token_id}" for token_id in choice["token_ids"]]
+        for wrong in (dict(echo=True), dict(prompt="Once"), dict(stop=["x"])):
+            error = server.refusal(COMPLETIONS, asked | wrong)
+            assert "tokenizer" in error["message"], wrong
 
 
 def test_chats_have_the_newer_logprobs(server):
