@@ -101,8 +101,11 @@ def test_an_error_in_a_step(llm, expected, monkeypatch, place, call):
         raise RuntimeError("out of memory")
     with monkeypatch.context() as patch:
         disturb(patch, llm, place, call, fail, after=False)
+        waited = []  # for the device, which may still read the lost step's buffers
+        patch.setattr(llm.runner, "synchronize", lambda: waited.append(True))
         with pytest.raises(RuntimeError, match="out of memory"):
             run(llm, ["Hello", [7] * 40, "c"], greedy(9))
+        assert len(waited) == 1
     assert_idle(llm)
     with monkeypatch.context() as patch:
         disturb(patch, llm, place, call, fail, after=False)
