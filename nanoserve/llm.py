@@ -1,12 +1,16 @@
 """The public API: `LLM` finds a checkpoint, wires the parts together, and generates.
 
-    LLM(model, **options)
-      EngineConfig ──resolved, fitted to device and cache──► ModelRunner, InputProcessor
-                                                                 └──► LLMEngine: the loop
-      generate, chat, stream ──► make_requests ──► drive ──► RequestOutput
+    read_options      what was asked for                            EngineConfig
+    read_checkpoint   what the model is                             ModelConfig
+    settle            what was left open, for machine and model     EngineConfig, resolved
+    plan              the tokenizer, and what extras add            Plan
+    start_runner      the ranks, the weights, the KV cache          ModelRunner
+                                                                    └──► LLMEngine: the loop
+    generate, chat, stream ──► make_requests ──► drive ──► RequestOutput
 
-This is the one place where the parts meet. `LLM` is the engine of engine.py, plus the code that
-makes it from a checkpoint, and methods that take whole lists of prompts.
+This is the one place where the parts meet. `LLM` is the engine of engine.py, plus the stages that
+make it from a checkpoint, and methods that take whole lists of prompts. Each stage is a method that
+a subclass may override: so does the one in nanoserve_extras/base/llm.py, which takes all extras.
 
 Invariant: all requests are checked before any work starts, so one bad prompt among many wastes no
 computation.
@@ -49,11 +53,9 @@ class Plan:
 
 
 class LLM(LLMEngine):
-    """An engine with one model. `LLM(model, **options)`: the fields of `EngineConfig`, and those of
-    the extras, which are added by their options.
+    """An engine with one model. `LLM(model, **options)`: the fields of `EngineConfig`.
 
-    model: a local folder, a hub id, a GGUF file or a bundled model's name; without one, the bundled
-    story model.
+    model: a local folder, a hub id or a bundled model's name; without one, the bundled story model.
     extras: objects of your own to be added, in the order in which they are asked (hooks.py).
     Raises `ValueError` for options or checkpoints that can't work, `TypeError` for options that do
     not exist.

@@ -21,12 +21,27 @@ llm = LLM({str(qwen3)!r}, tensor_parallel_size=2)
 out = llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
 assert len(out[0].outputs[0].token_ids) == 4
 assert sys.modules["nanoserve"].__file__.startswith({str(tmp_path)!r})
+from nanoserve.hooks import Extra
+class Seen(Extra):
+    def updated(self, step, accepted):
+        seen.append(sum(map(len, accepted.values())))
+seen = []
+with LLM({str(qwen3)!r}, extras=[Seen()]) as watched:
+    watched.generate([1, 2, 3], SamplingParams(max_tokens=4))
+assert seen == [1, 1, 1, 1]
 from nanoserve.__main__ import main
 assert main([]) == 0 and main(["serve"]) == 2
 for refused, words in (
         (lambda: LLM({str(tmp_path)!r}), "OPTForCausalLM"),
         (lambda: llm.embed("a"), "embed"),
         (lambda: LLM({str(qwen3)!r}, enable_lora=True), "enable_lora"),
+        (lambda: LLM({str(qwen3)!r}, pipeline_parallel_size=2), "layers to ranks"),
+        (lambda: LLM({str(qwen3)!r}, extras=[5]), "inherit from Extra, got 5"),
+        (lambda: llm.generate([1], lora_request="a"), "enable_lora"),
+        (lambda: llm.generate([1], prioritty=1), "prioritty"),
+        (lambda: SamplingParams(temprature=1), "temprature"),
+        (lambda: llm.generate([[1], []], SamplingParams(max_tokens=4)), "prompt 1: "),
+        (lambda: llm.generate([[1], [2]], [SamplingParams()]), "1 entries for 2 prompts"),
         (lambda: llm.generate([1], SamplingParams(structured_outputs=dict(regex="a"))),
          "no extra for grammars")):
     try:
