@@ -8,6 +8,7 @@ from checkpoints import VOCAB_SIZE
 from small_engine import (
     HELLO,
     MAX_MODEL_LEN,
+    MESSAGES,
     TOKENIZER,
     assert_idle,
     assert_serves,
@@ -92,9 +93,9 @@ def test_unknown_arguments_raise(qwen3, llm):
         LLM(qwen3, max_model_length=100)
     with pytest.raises(TypeError):
         LLM(qwen3, "bfloat16")  # everything after the model is keyword-only
-    for method in (llm.generate, llm.stream, llm.chat):
+    for method, given in ((llm.generate, "a"), (llm.stream, "a"), (llm.chat, MESSAGES)):
         with pytest.raises(TypeError, match="sampling_parms"):
-            method("a", sampling_parms=greedy())
+            method(given, sampling_parms=greedy())
 
 
 def test_the_callers_params_are_not_touched(llm):
