@@ -67,7 +67,7 @@ class LLMEngine:
     def check_added(self, extra: hooks.Extra) -> None:
         """Raises `ValueError` for an extra that changes how an engine is made: weights, cache and
         buffers are there by now."""
-        hooks.checked([extra])
+        hooks.checked([*self.extras, extra])
         if hooks.most_drafts([extra]) and self.scheduler.most_drafts is None:
             raise ValueError(f"{extra.name} drafts: an engine for that has no overlap, and "
                              "buffers for it: make the engine with extras=[...]")
@@ -305,9 +305,10 @@ class LLMEngine:
         """Put outputs into inboxes, and forget what has finished. Extras hear of it after all
         outputs, so that no output waits for what they do then."""
         for request in requests:
-            if request.finished:
+            finished = request.finished
+            if finished:
                 del self.requests[request.request_id]
-            if request.is_due:
+            if finished or request.is_streamed:
                 request.inbox.append(request.output())
         for tell in self.hooks.ended:
             tell(ended)

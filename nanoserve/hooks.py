@@ -52,7 +52,7 @@ class Extra:
 
     def __init__(self, **options: Any):
         """Its options are a record with rules, as the engine's own (rules.py)."""
-        self.options = self.Options(**options)
+        self.options = self.Options.of(**options)
 
     @property
     def name(self) -> str:
@@ -171,8 +171,12 @@ EXTRAS = rules.list_of(rules.instance(Extra, ""), "a list of objects that inheri
 
 
 def checked(extras: Any) -> list[Extra]:
-    """Raises `ValueError` for anything but a list of extras."""
-    return rules.checked("extras", EXTRAS, extras)
+    """Raises `ValueError` for anything but a list of extras, none of them twice."""
+    kept = rules.checked("extras", EXTRAS, extras)
+    for i, extra in enumerate(kept):
+        if any(extra is other for other in kept[:i]):
+            raise ValueError(f"{extra.name} is there already: leave the second time out")
+    return kept
 
 
 def most_drafts(extras: Iterable[Extra]) -> int:

@@ -271,9 +271,9 @@ class Request:
         self.params.output_kind = RequestOutputKind.FINAL_ONLY
 
     @property
-    def is_due(self) -> bool:
-        """Whether an output is handed over now."""
-        return self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY
+    def is_streamed(self) -> bool:
+        """Whether outputs are handed over before it has finished."""
+        return self.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
     def output(self) -> RequestOutput:
         """What the caller gets now: all of it, or what is new since the last output (DELTA)."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -42,6 +42,14 @@ class Options:
 
     def __post_init__(self):
         check_fields(self)
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Raises `TypeError` with all names for one that there isn't."""
+        names = [one.name for one in fields(cls)]
+        if unknown := [name for name in options if name not in names]:
+            raise TypeError(f"there is no option {unknown[0]}: there are {names}")
+        return cls(**options)
 
 
 def check_fields(record: Any) -> None:

@@ -137,9 +137,16 @@ class LLM(plain.LLM):
 
     stream = takes_vllms_words("stream()", "call", "lora_request")(plain.LLM.stream)
     chat = takes_vllms_words("chat()", "call", "lora_request")(plain.LLM.chat)
-    add_request = takes_vllms_words("add_request()", "call", "lora_request")(plain.LLM.add_request)
     reset_prefix_cache = takes_vllms_words("reset_prefix_cache()", "call")(
         plain.LLM.reset_prefix_cache)
+
+    @takes_vllms_words("add_request()", "call")
+    def add_request(self, request_id: str, prompt: Prompt,
+                    sampling_params: SamplingParams | None = None, priority: int = 0,
+                    lora_request: object = None) -> None:
+        """Queue one request, on which `step()` works. Raises `ValueError`."""
+        super().add_request(request_id, prompt, sampling_params, priority,
+                            lora_request=lora_request)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":

@@ -9,7 +9,7 @@ from nanoserve import llm as plain
 
 @dataclass(frozen=True)
 class Plan(plain.Plan):
-    """As the plain engine's."""
+    """As the plain engine's. Extras that write these fields need the extras' `LLM`."""
 
     make_pooler: Callable | None = None  # for a network that brings its own pooler
     network: str = "nanoserve"  # the author of its code

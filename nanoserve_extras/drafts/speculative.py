@@ -67,7 +67,7 @@ class Speculation(Extra):
             plan = self.kind.prepare(asked, plan)
         say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
             "guesses a step")
-        return replace(plan, draft_folder=Path(asked["model"]) if asked.get("model") else None)
+        return replace(plan, draft_folder=Path(asked["model"])) if asked.get("model") else plan
 
     def attach(self, engine: LLMEngine) -> None:
         asked = self.asked
