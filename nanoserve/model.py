@@ -51,7 +51,6 @@ class Decoder(nn.Module):
         everything = range(config.num_hidden_layers)
         self.here = everything if here is None else here
         self.config, self.on, self.ranks = config, on, on.ranks  # the first: a `ModelConfig`
-        self.most_rows = 2 ** 31  # sequences whose states it can keep: there is no limit
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)  # one a layer
         vocabulary = on.ranks.share(config.vocab_size)

@@ -113,8 +113,9 @@ class ModelRunner:
             if self.parts.make_draft is not None:
                 self.networks.append(self.parts.make_draft(self))
             self.load()
-            most = min(config.max_num_seqs, self.model.most_rows)
-            self.config = replace(config, max_num_seqs=most)
+            if hasattr(self.model, "most_rows"):  # it keeps states for so many sequences alone
+                most = min(config.max_num_seqs, self.model.most_rows)
+                self.config = replace(config, max_num_seqs=most)
             self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
 
     def on_device(self) -> AbstractContextManager:

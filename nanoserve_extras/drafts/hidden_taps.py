@@ -105,7 +105,6 @@ class Head(nn.Module):
     """The network that guesses, and what all kinds of it share. config: of its only layer; asked:
     the engine's. What has a comment in `Decoder` is the same here."""
 
-    most_rows = 2 ** 31
     unused: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig, asked: EngineConfig, on: Placement):

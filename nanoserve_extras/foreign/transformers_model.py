@@ -201,7 +201,6 @@ class TransformersModel(nn.Module):
     """
 
     looks_ahead, recorder = False, ForeignRecorder
-    most_rows = 2 ** 31
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
                  left_out: int = 0, kept: dict[str, Quantised] | None = None, stage: object = None):
