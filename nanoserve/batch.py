@@ -27,7 +27,7 @@ Not known here: the model, how a token is chosen, who is scheduled.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from itertools import chain
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,17 +97,15 @@ class Batch:
     def views(cls, host: np.ndarray, device: torch.Tensor,
               sections: dict[str, Section]) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
-        end, network, has_controls, is_greedy, *graph = host[:LENGTHS].tolist()
-        lengths = host[LENGTHS:LENGTHS + len(sections)].tolist()
-        numbers = host_views(host, sections, lengths)
-        tensors = device_views(device[HEADER:end], sections, lengths)
+        end, lengths, header = read_header(host, len(sections))
+        places = pairwise(accumulate(lengths, initial=HEADER))
+        numbers = by_name([host[start:stop] for start, stop in places], sections, "dtype")
+        tensors = by_name(device[HEADER:end].split(lengths), sections, "torch_dtype")
         extra = {name: tensors.pop(name) for name in sections if name not in SECTIONS}
         num_rows = len(numbers["seq_lens"])
         tensors["block_tables"] = tensors["block_tables"].view(num_rows, -1 if num_rows else 0)
         query_lens = np.diff(numbers["cu_seqlens_q"])
-        return cls(**tensors, host=numbers, extra=extra, network=network,
-                   graph=tuple(graph) if graph[0] else (), has_controls=bool(has_controls),
-                   is_greedy=bool(is_greedy),
+        return cls(**tensors, **header, host=numbers, extra=extra,
                    num_decodes=int(np.count_nonzero(query_lens <= 1)),  # 0 in rows of padding
                    num_unknown=int(np.count_nonzero(numbers["input_ids"] < 0)),
                    query_lens=query_lens.tolist(), seq_lens_host=numbers["seq_lens"].tolist())
@@ -132,25 +130,19 @@ LENGTHS = 4 + GRAPH  # where the sections' lengths begin
 PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.per == "params"])
 
 
-def host_views(buffer: np.ndarray, sections: dict[str, Section],
-               lengths: list[int]) -> dict[str, np.ndarray]:
-    """The sections by name, each in its dtype. lengths: in int32 numbers."""
-    views, start = {}, HEADER
-    for (name, one), length in zip(sections.items(), lengths, strict=True):
-        view = buffer[start:start + length]
-        views[name] = view if one.dtype == np.int32 else view.view(one.dtype)
-        start += length
-    return views
+def read_header(host: np.ndarray, count: int) -> tuple[int, list[int], dict[str, Any]]:
+    """Where the last section ends, how long each of `count` sections is, and fields of `Batch`."""
+    end, network, has_controls, is_greedy, *graph = host[:LENGTHS].tolist()
+    return end, host[LENGTHS:][:count].tolist(), dict(
+        network=network, graph=tuple(graph) if graph[0] else (), has_controls=bool(has_controls),
+        is_greedy=bool(is_greedy))
 
 
-def device_views(used: torch.Tensor, sections: dict[str, Section],
-                 lengths: list[int]) -> dict[str, torch.Tensor]:
-    """The same on the device. used: the buffer between its header and its end."""
-    views = dict(zip(sections, used.split(lengths), strict=True))
-    for name, one in sections.items():
-        if one.torch_dtype != torch.int32:
-            views[name] = views[name].view(one.torch_dtype)
-    return views
+def by_name(parts: Iterable, sections: dict[str, Section], dtype: str) -> dict[str, Any]:
+    """The sections of a buffer, each in its dtype: numpy's `dtype`, or `torch_dtype`. parts: the
+    buffer's int32 numbers, cut."""
+    return {name: part if one.torch_dtype is torch.int32 else part.view(getattr(one, dtype))
+            for (name, one), part in zip(sections.items(), parts, strict=True)}
 
 
 def sections_with(extra: Iterable[str]) -> dict[str, Section]:
@@ -239,65 +231,69 @@ class BatchBuilder:
         return Batch.views(buffer.numpy(), device, self.sections)
 
     def write(self, step: Step, buffer: torch.Tensor, size: Any = None) -> None:
-        """Fill the buffer. size: the `device.graphs.Size` to which a graph's step is padded."""
-        width = max([len(seq.block_table) for seq in step.num_new_tokens], default=1)
-        numbers = self._numbers(step, width)
-        padded = {} if size is None else dict(
-            row=size.rows, start=size.rows + 1, block=size.rows * width, token=size.tokens,
-            sample=size.tokens, params=size.tokens)
-        host, end, lengths = buffer.numpy(), HEADER, []
+        """Fill the buffer. size: the `graphs.Size` to which a graph's step is padded."""
+        numbers, host = self._numbers(step), buffer.numpy()
+        has_controls = is_greedy = False
+        if size is not None:  # graphs alone ask
+            has_controls, is_greedy = flags(step, numbers["temperature"])
+            self._pad(numbers, size)
+        end, lengths = HEADER, []
         for name, one in self.sections.items():
             values = numbers.get(name, ())
-            if padded and one.padding is not None and (name in SECTIONS or size.extra):
-                values = with_padding(values, padded[one.per], one)
             length = len(values) * one.dtype.itemsize // 4
             if length:  # most steps leave some sections empty, and each write costs
                 host[end:end + length].view(one.dtype)[:] = values
             end += length
             lengths.append(length)
-        has_controls = is_greedy = False
-        if size is not None:  # graphs alone ask
-            has_controls = not step.network and any(s.request.has_controls for s in step.sampling)
-            is_drawn = has_controls or numbers["temperature"].any()
-            is_greedy = bool(step.network) or not is_drawn
-        graph = size or [0] * GRAPH
-        host[:LENGTHS] = [end, step.network, has_controls, is_greedy, *graph]
-        host[LENGTHS:LENGTHS + len(lengths)] = lengths
+        host[:LENGTHS] = [end, step.network, has_controls, is_greedy, *(size or [0] * GRAPH)]
+        host[LENGTHS:][:len(lengths)] = lengths
 
-    def _numbers(self, step: Step, width: int) -> dict[str, np.ndarray | list[int]]:
-        """What is in each section. width: blocks of the longest table."""
-        seqs = list(step.num_new_tokens)
-        query_lens = np.array(list(step.num_new_tokens.values()), dtype=np.int32)
-        starts = np.array(step.starts, dtype=np.int32)
-        num_decodes = int(np.count_nonzero(query_lens == 1))
-        if 0 < num_decodes < len(seqs):  # rows of one token first, then chunks, else in order
-            order = np.argsort(query_lens > 1, kind="stable")
-            seqs = [seqs[i] for i in order.tolist()]
-            query_lens, starts = query_lens[order], starts[order]
+    def _pad(self, numbers: dict[str, Any], size: Any) -> None:
+        """Bring the sections to the lengths that a graph of this size has recorded."""
+        width = len(numbers["block_tables"]) // max(1, len(numbers["seq_lens"])) or 1
+        counts = dict(row=size.rows, start=size.rows + 1, block=size.rows * width,
+                      token=size.tokens, sample=size.tokens, params=size.tokens)
+        for name, one in self.sections.items():
+            if one.padding is not None and (name in SECTIONS or size.extra):
+                numbers[name] = with_padding(numbers.get(name, ()), counts[one.per], one)
+
+    def _numbers(self, step: Step) -> dict[str, Any]:
+        """What is in each section."""
+        seqs, starts, query_lens = rows_of(step)
         cu_seqlens_q = np.zeros(len(seqs) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
-        # A token's position is its row's start plus its offset in the row. Example: a row with
-        # start 32 whose tokens begin at index 7 of the batch: index 9 has position 32 - 7 + 9.
-        row_of_token = np.repeat(np.arange(len(seqs)), query_lens)
-        positions = (starts - cu_seqlens_q[:-1])[row_of_token] + np.arange(len(row_of_token))
         rows = self._refresh_rows(seqs)
-        blocks = self.tables[rows[row_of_token], positions // self.block_size]
+        positions, slots = self._tokens(rows, starts, query_lens, cu_seqlens_q)
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
         sample_rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)
         params = self.params.take(sample_rows)
-        return {
-            **{name: [of[seq] for seq in seqs] for name, of in step.sections.items()},
-            **{name: params[name] for name in PARAMS.names},
-            "input_ids": _input_ids(step, seqs, starts.tolist(), query_lens.tolist(), num_decodes),
+        width = max([len(seq.block_table) for seq in seqs], default=1)
+        numbers = {name: params[name] for name in PARAMS.names}
+        for name, numbers_of in step.sections.items():
+            numbers[name] = [numbers_of[seq] for seq in seqs]
+        return numbers | {
+            "input_ids": _input_ids(step, seqs, starts.tolist(), query_lens.tolist()),
             "positions": positions,
-            "slot_mapping": blocks * self.block_size + positions % self.block_size,
+            "slot_mapping": slots,
             "cu_seqlens_q": cu_seqlens_q,
             "seq_lens": starts + query_lens,
             "logits_indices": _sampled_tokens(step, last_token_of),
             "sample_rows": sample_rows,
             "prompt_logprob_indices": _prompt_logprob_tokens(step, last_token_of),
             "block_tables": self.tables[rows, :width].reshape(-1),
-            "block_moves": list(chain.from_iterable(step.block_moves))}
+            "block_moves": np.ravel(step.block_moves)}
+
+    def _tokens(self, rows: np.ndarray, starts: np.ndarray, query_lens: np.ndarray,
+                cu_seqlens_q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each token's position and slot, (num_tokens,). rows: the `Sequence.row` of each row.
+
+        A token's position is its row's start plus its offset in the row. Example: a row with start
+        32 whose tokens begin at index 7 of the batch: index 9 has position 32 - 7 + 9.
+        """
+        row_of_token = np.repeat(np.arange(len(rows)), query_lens)
+        positions = (starts - cu_seqlens_q[:-1])[row_of_token] + np.arange(len(row_of_token))
+        blocks = self.tables[rows[row_of_token], positions // self.block_size]
+        return positions, blocks * self.block_size + positions % self.block_size
 
     def _refresh_rows(self, seqs: list[Sequence]) -> np.ndarray:
         """Bring the persistent arrays up to date; returns the `Sequence.row` of each sequence.
@@ -321,13 +317,34 @@ class BatchBuilder:
         return np.array([seq.row for seq in seqs], dtype=np.int64)
 
 
+def rows_of(step: Step) -> tuple[list[Sequence], np.ndarray, np.ndarray]:
+    """The sequences in the order of the batch: those with one token first, then chunks, else as in
+    the step. With the position of each one's first new token, and how many there are."""
+    seqs = list(step.num_new_tokens)
+    query_lens = np.array(list(step.num_new_tokens.values()), dtype=np.int32)
+    starts = np.array(step.starts, dtype=np.int32)
+    is_chunk = query_lens > 1
+    if is_chunk.any() and not is_chunk.all():
+        order = np.argsort(is_chunk, kind="stable")
+        seqs, starts, query_lens = [seqs[i] for i in order], starts[order], query_lens[order]
+    return seqs, starts, query_lens
 
-def _input_ids(step: Step, seqs: list[Sequence], starts: list[int], query_lens: list[int],
-               num_decodes: int) -> np.ndarray:
+
+def flags(step: Step, temperature: np.ndarray) -> tuple[bool, bool]:
+    """`Batch.has_controls` and `Batch.is_greedy`."""
+    if step.network:
+        return False, True
+    has_controls = any(seq.request.has_controls for seq in step.sampling)
+    return has_controls, not has_controls and not temperature.any()
+
+
+def _input_ids(step: Step, seqs: list[Sequence], starts: list[int],
+               query_lens: list[int]) -> np.ndarray:
     """Token ids of all rows. A decode's id may be unknown. The ids of a chunk are known, since
     a preempted sequence waits until they are. A row's drafts follow its known ids."""
     if step.shift:
         starts = [start + step.shift for start in starts]
+    num_decodes = query_lens.count(1)
     ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row
            for seq, start in zip(seqs[:num_decodes], starts, strict=False)]
     for seq, start, n in zip(seqs[num_decodes:], starts[num_decodes:], query_lens[num_decodes:],

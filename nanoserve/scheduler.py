@@ -135,7 +135,7 @@ class Scheduler:
                     or num_tokens >= seq.request.max_num_tokens):
                 continue  # the next draw needs the unknown token, or it is the last (8th of 8)
             gap = num_tokens - start
-            end = start + min(gap, step.budget)
+            end = start + (gap if gap <= 1 else min(gap, step.budget))
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
             if gap > 1:
@@ -378,7 +378,9 @@ class Scheduler:
                 self.blocks.release(seq)
         finally:  # runs even if a hook raised: a sequence must not continue past its stop token
             for seq in step.accepted:
-                self._end_if_done(seq)
+                request, newest = seq.request, seq.token_ids[-1]
+                if newest in request.stop_ids or len(seq.token_ids) >= request.max_num_tokens:
+                    self._end(seq, newest)
         return step.accepted
 
     def _take_samples(self, step: Step, sampled: list[int | None]) -> None:
@@ -405,13 +407,13 @@ class Scheduler:
                 may_have_filled.append(seq)
         return may_have_filled
 
-    def _end_if_done(self, seq: Sequence) -> None:
-        """End a sequence whose newest token is a stop token, or the last that fits."""
-        request, newest = seq.request, seq.token_ids[-1]
-        if newest in request.stop_ids and not any(ask(seq) for ask in self.hooks.gave_up):
-            self.finish(seq, "stop", None if newest in request.eos_ids else newest)
-        elif newest in request.stop_ids or len(seq.token_ids) >= request.max_num_tokens:
+    def _end(self, seq: Sequence, newest: int) -> None:
+        """End a sequence after its newest token: a stop token, or the last that fits."""
+        request = seq.request
+        if newest not in request.stop_ids or any(ask(seq) for ask in self.hooks.gave_up):
             self.finish(seq, "length")
+        else:
+            self.finish(seq, "stop", None if newest in request.eos_ids else newest)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None,
                num_tokens: int | None = None) -> None:
