@@ -2,7 +2,7 @@
 
     conversation ──render_chat──► dict ─┐
     str, dict, token ids ───────────────┴─read_prompt──┐
-    SamplingParams ──read_params: beside the vocabulary┴─► process ──► Request
+    SamplingParams ──checked beside the vocabulary─────┴─► process ──► Request
 
 Invariant: a request is checked completely, so the engine only meets requests that can run. An error
 names the field, its value and the remedy, and no other request is affected. An `InputProcessor` is
