@@ -65,6 +65,8 @@ class LLM(LLMEngine):
     make_plan: Callable = Plan
     make_inputs: Callable = InputProcessor  # makes what checks requests
     make_ranks: Callable = parallel.Ranks  # makes what a rank knows of the others
+    make_runner: Callable = ModelRunner
+    make_parts: Callable = RankParts  # makes what reaches each rank's runner
 
     def __init__(self, model: str | Path = BUNDLED_MODEL, *, extras: Iterable[hooks.Extra] = (),
                  **options):
@@ -124,7 +126,7 @@ class LLM(LLMEngine):
             self.tokenizer_folder(config, folder), optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
         plan = self.make_plan(config, self.model_config, folder, self.tokenizer, self.make_inputs,
-                              RankParts(num_drafts=num_drafts))
+                              self.make_parts(num_drafts=num_drafts))
         for extra in extras:
             plan = extra.prepare(plan)
         names, said = self_test.failing_functions(plan.config, self.model_config)
@@ -137,7 +139,8 @@ class LLM(LLMEngine):
         Returns the config, with the `max_model_len` that fits, rank 0's runner, and that number.
         asked_len: the `max_model_len` that was asked for, which is not lowered."""
         config = plan.config
-        make_runner = partial(ModelRunner, config, plan.model_config, plan.folder, parts=plan.parts)
+        make_runner = partial(self.make_runner, config, plan.model_config, plan.folder,
+                              parts=plan.parts)
         ranks = parallel.start_ranks(config.num_ranks, config.device,
                             partial(parallel.serve_rank, make_runner=make_runner), self.make_ranks)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.

@@ -24,55 +24,35 @@ come after the first one's. Not known here: the queue, text, users.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from nanoserve import device
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
-from nanoserve.device import (
-    count_kv_blocks,
-    current,
-    largest_step,
-    memory_for,
-    return_freed_memory,
-    take_device,
-    zeros,
-)
-from nanoserve.graphs import CudaGraph, DecodeGraphs
+from nanoserve.graphs import CudaGraph
 from nanoserve.layers import Placement
-from nanoserve.loader import Tensors, find_weights, load_dummy_weights, load_weights
+from nanoserve.loader import find_weights, load_dummy_weights, load_weights
 from nanoserve.model import Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import SOLO, Ranks
 from nanoserve.sampler import SamplerOutput, SamplingInputs, choose_plain, sample
-from nanoserve.self_test import load_backend, with_replaced
+from nanoserve.self_test import load_backend
 from nanoserve.sequence import Step
 
 
 @dataclass(frozen=True)
 class RankParts:
-    """What extras give the runner of each rank; `Extra.prepare` adds to it."""
+    """What reaches every rank beside config and checkpoint. `Extra.prepare` adds to it."""
 
     replaced: tuple[str, ...] = ()  # functions that have failed: self_test.py
     num_drafts: int = 0  # the most that a step may guess for a row
     # Sections of the batch that an extra fills: in every step (True), or in some.
     sections: dict[str, bool] = field(default_factory=dict)
-    traced: bool = False  # ranks tell when they computed
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
-    weights: Callable[..., Tensors] = find_weights  # those that fill a `Decoder`
-    decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
-    make_network: Callable[..., nn.Module] | None = None  # (placement, tensors): not a `Decoder`
-    make_draft: Callable[["ModelRunner"], nn.Module] | None = None  # network 1, which drafts
-    pooler: object = None  # it takes the place of the LM head and the sampler
-    # (network, hidden, finish), where another rank has the hidden states: gives an output on which
-    # `tolist` receives them and calls `finish`.
-    finish_later: Callable | None = None
-    make_adapters: Callable | None = None  # (runner), called when its weights are loaded
-    make_copier: Callable | None = None  # (runner), called when its cache is there
     constraints: Constraints = field(default_factory=Constraints)  # rank 0's sampler reads them
     # What a rank above 0 does when it gets a message that is no step, by its first number.
     calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
@@ -81,93 +61,56 @@ class RankParts:
 class ModelRunner:
     """Weights, KV cache and buffers of one rank, on its device.
 
-    config: resolved, device and dtype included; max_num_seqs may be lowered. folder: the
-    checkpoint's. graph_class: records decode steps; on a CPU, tests pass a stand-in.
+    config: resolved, device and dtype included. folder: the checkpoint's. graph_class: records
+    decode steps; on a CPU, tests pass a stand-in.
     """
+
+    unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
                  ranks: Ranks = SOLO, parts: RankParts | None = None,
                  graph_class: type = CudaGraph):
         self.config, self.model_config, self.folder = config, model_config, folder
-        self.ranks = ranks
-        self.parts = parts or RankParts()
-        self.pooler = self.parts.pooler
-        self.device = take_device(config.device, ranks.local_rank if ranks.size > 1 else None)
+        self.ranks, self.parts, self.graph_class = ranks, parts or RankParts(), graph_class
+        local_rank = ranks.local_rank if ranks.size > 1 else None
+        self.device = device.take_device(config.device, local_rank)
         self.dtype = getattr(torch, config.dtype)
-        self.ops = with_replaced(load_backend(config.kernels), self.parts.replaced)
-        empty = zeros if self.device.type == "cpu" else torch.empty
+        self.ops = load_backend(config.kernels, self.parts.replaced)
+        empty = device.zeros if self.device.type == "cpu" else torch.empty
         self.placement = Placement(self.dtype, self.device, ranks, self.ops, empty,
                                    config.expert_parallel, **self.parts.layers)
+        self.networks: list[nn.Module] = []  # the one that is served, and perhaps one that drafts
+        self.model: nn.Module | None = None  # the first of them
         self.kv_cache: KVCache = []
-        self.unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
-        self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
-        self.last_tokens: torch.Tensor | None = None  # each row's newest sample
-        self.graph_class = graph_class
-        self.graphs: DecodeGraphs | None = None  # see `start`
-        self.adapters: object = None  # these two: see `RankParts`
-        self.copier: object = None
-        self.networks: list[nn.Module] = []
-        self.model: nn.Module | None = None  # the first of them, which is served
-        self.on_load: list[Callable[[nn.Module], None]] = []  # extras are told of each new one
+        # Each step's buffers; each row's newest sample; recordings of decodes. See `start`.
+        self.builder = self.last_tokens = self.graphs = None
         with self.on_device():
-            if self.parts.make_draft is not None:
-                self.networks.append(self.parts.make_draft(self))
-            self.load()
-            if hasattr(self.model, "most_rows"):  # it keeps states for so many sequences alone
-                most = min(config.max_num_seqs, self.model.most_rows)
-                self.config = replace(config, max_num_seqs=most)
-            self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
+            self.make_networks()
 
     def on_device(self) -> AbstractContextManager:
         """Encloses what runs on a GPU. The current GPU is a thread's: any thread but the one that
         made the engine (a server's, for example) begins with GPU 0."""
-        return current(self.device)
+        return device.current(self.device)
 
-    def load(self, tensors: Tensors | None = None) -> None:
-        """Make the network that is served, once more if need be. tensors: its weights, if they are
-        not those in its folder. After an error there is none."""
-        self.unload()
-        make = self.parts.make_network
-        with self.on_device():
-            self.model = (self.read(self.model_config, self.folder, tensors) if make is None
-                          else make(self.placement, tensors=tensors))
-            self.networks.insert(0, self.model)
-            self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
-            if self.unrounded is None and self.config.kv_cache_dtype == "int8":
-                self.unrounded = self.model.too_wide()  # once: a cache keeps its layout
-            for tell in self.on_load:
-                tell(self.model)
-        return_freed_memory()
+    def make_networks(self) -> None:
+        self.model = self.read(self.model_config, self.folder)
+        self.networks = [self.model]
+        self.note_caches()
 
-    def unload(self, weights: bool = True, kv_cache: bool = False) -> None:
-        """Give memory back to the system: that of the network that is served, or of the KV cache,
-        and of the graphs, which read both. There can be no step until it is taken again."""
-        self.synchronize()
-        if weights and self.model is not None:
-            self.networks.remove(self.model)
-        if weights:
-            self.model = None
-        if kv_cache:
-            self.kv_cache = []
-        if weights and kv_cache:
-            self.unrounded = None  # other layers may come
-        self.graphs = None
-        return_freed_memory()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def read(self, model_config: ModelConfig, folder: Path,
-             tensors: Tensors | None = None) -> Decoder:
-        """This rank's share of a network, which is a `Decoder`."""
-        model = self.parts.decoder(model_config, self.placement)
-        if self.pooler is not None:
-            self.pooler.replace_head(model, self.placement)
-        if self.config.load_format == "dummy" and tensors is None:
+    def read(self, model_config: ModelConfig, folder: Path) -> Decoder:
+        """This rank's share of a network, with its weights."""
+        model = Decoder(model_config, self.placement)
+        if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
-            load_weights(model, self.parts.weights(model, folder, self.config.load_format, tensors),
-                         folder)
+            load_weights(model, find_weights(model, folder, self.config.load_format), folder)
         return model
+
+    def note_caches(self) -> None:
+        """What the caches of the networks' layers look like."""
+        self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
+        if self.config.kv_cache_dtype == "int8" and self.unrounded is None:
+            self.unrounded = self.model.too_wide()  # once: a cache keeps its layout
 
     # ---------------------------------------------------------------- memory
 
@@ -178,24 +121,25 @@ class ModelRunner:
         caches = self._new_caches(num_blocks, torch.device("meta"))
         return sum(k.nbytes + v.nbytes for k, v in caches) // num_blocks
 
-    def _new_caches(self, num_blocks: int, device: torch.device) -> KVCache:
+    def _new_caches(self, num_blocks: int, where: torch.device) -> KVCache:
         """The caches of all networks' layers: one block table serves all of them."""
         kept = range(len(self.kv_shapes)) if self.unrounded is None else self.unrounded
         return [self.ops.new_cache(num_blocks, self.config.block_size, heads, head_dim,
-                                   self.dtype if i in kept else torch.int8, device)
+                                   self.dtype if i in kept else torch.int8, where)
                 for i, (heads, head_dim) in enumerate(self.kv_shapes)]
 
     def count_kv_blocks(self) -> int:
         """How many KV blocks there is room for on every rank; none is allocated yet. Raises
         `ValueError` with the numbers when there is room for none."""
         with self.on_device():
-            return count_kv_blocks(self.config, self.device, self.block_bytes,
-                                   self.ranks.local_size, self.ranks.least, self.run_largest_step)
+            return device.count_kv_blocks(
+                self.config, self.device, self.block_bytes, self.ranks.local_size,
+                self.ranks.least, self.run_largest_step)
 
     def run_largest_step(self) -> None:
         """Take, for a moment, all the memory that a step can take beside the KV cache."""
         self.allocate_kv_cache(1, self.config.max_model_len)
-        step = largest_step(self.config, self.parts.num_drafts)
+        step = device.largest_step(self.config, self.parts.num_drafts)
         for network in range(len(self.networks)):  # a draft network may be the wider one
             self.fetch(self.launch(replace(step, network=network)))
         self.kv_cache, self.builder, self.last_tokens = [], None, None
@@ -205,40 +149,36 @@ class ModelRunner:
         memory that it has left over."""
         with self.on_device():
             self.allocate_kv_cache(num_blocks, max_model_len)
-            self.record()
-            self.copier = self.parts.make_copier and self.parts.make_copier(self)
+            if self.wants_graphs:
+                self.record()
 
     def record(self) -> None:
         """Graphs, once weights and cache are there; none where that fails, which is said. All ranks
         record together."""
-        if self.wants_graphs and self.kv_cache and self.model is not None:
-            with self.on_device():
-                recorder = self.model.recorder(
-                    self.builder, self._states, self._choose, self.graph_class, self.ranks,
-                    len(self.networks), self.parts.num_drafts)
-                self.graphs = recorder.record()
+        recorder = self.model.recorder(
+            self.builder, self._states, self._choose, self.graph_class, self.ranks,
+            len(self.networks), self.parts.num_drafts)
+        self.graphs = recorder.record()
 
     @property
     def wants_graphs(self) -> bool:
         """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
-        the host, nor where ranks have parts of the layers, which hosts hand on. An extra that
-        computes sets `enforce_eager`, because nothing in a graph can change but numbers."""
-        config, parts = self.config, self.parts
-        if config.enforce_eager or config.kernels != "triton" or "graph" in parts.replaced:
-            return False
-        has_device = config.on_gpu or self.graph_class is not CudaGraph
-        is_whole = parts.decoder is Decoder and parts.finish_later is None
-        return has_device and is_whole
+        the host. An extra that computes sets `enforce_eager`, because nothing in a graph can change
+        but numbers."""
+        can_be_recorded = self.config.kernels == "triton" and "graph" not in self.parts.replaced
+        has_recorder = self.config.on_gpu or self.graph_class is not CudaGraph
+        return can_be_recorded and has_recorder and not self.config.enforce_eager
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config = self.config
-        with memory_for(f"a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: lower "
-                        "kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"):
+        with device.memory_for(
+                f"a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: lower "
+                "kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"):
             self.kv_cache = self._new_caches(num_blocks, self.device)
         num_rows, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
-        with memory_for("what steps are written into: lower max_num_batched_tokens="
-                        f"{num_tokens:,} or max_num_seqs={num_rows:,}"):
+        with device.memory_for("what steps are written into: lower max_num_batched_tokens="
+                               f"{num_tokens:,} or max_num_seqs={num_rows:,}"):
             self.builder = BatchBuilder(num_rows, num_tokens, max_model_len, config.block_size,
                                         self.device, num_drafts=self.parts.num_drafts,
                                         extra=self.parts.sections,
@@ -271,35 +211,29 @@ class ModelRunner:
     def run(self, message: torch.Tensor, step: Step | None = None) -> SamplerOutput:
         """Compute a written step, on every rank. step: the same, on rank 0 alone. The other ranks
         return numbers that take the place of rank 0's tokens."""
-        batch = self.builder.read(message)
-        if self.copier is not None:  # before the step reads or writes a block
-            self.copier.move(batch.host, self.kv_cache)
-        if not batch.num_tokens:  # it only saved blocks
-            return SamplerOutput(batch.logits_indices.long())
-        model, chosen = self.networks[batch.network], None
-        if not batch.graph:
-            hidden = self._forward(batch, torch.cat(
-                (batch.logits_indices, batch.prompt_logprob_indices)).long())
-        else:
+        return self.compute(self.builder.read(message), step)
+
+    def compute(self, batch: Batch, step: Step | None) -> SamplerOutput:
+        if batch.graph:
             hidden, chosen = self.graphs.replay(batch)
-        if self.pooler is not None:
-            return self.pooler.pool(hidden, len(batch.logits_indices))
-        finish = partial(sample, inputs=SamplingInputs.of(step, batch, self.parts.constraints),
-                         batch=batch, compute_logits=model.compute_logits, ops=self.ops,
-                         chosen=chosen)
-        if self.parts.finish_later is not None:
-            return self.parts.finish_later(model, hidden, finish)
-        output = finish(hidden)
+        else:
+            wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices)).long()
+            hidden, chosen = self.forward(batch, wanted), None
+        return self.finish(hidden, batch, step, chosen)
+
+    def finish(self, hidden: torch.Tensor, batch: Batch, step: Step | None,
+               chosen: torch.Tensor | None) -> SamplerOutput:
+        """From hidden states to tokens. chosen: the tokens, if a graph has chosen them."""
+        output = sample(hidden, SamplingInputs.of(step, batch, self.parts.constraints), batch,
+                        self.networks[batch.network].compute_logits, self.ops, chosen)
         if not output.is_kept and (self.config.async_scheduling or batch.network):
             self._keep(batch, output.token_ids)
         if batch.graph and step is not None:
             output.token_ids = output.token_ids[:len(step.samples())]  # without those of padding
         return output
 
-    def _forward(self, batch: Batch, wanted: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, batch: Batch, wanted: torch.Tensor | None) -> torch.Tensor:
         """Hidden states of the wanted tokens; None: of all."""
-        if self.adapters is not None:
-            self.adapters.choose(batch, wanted)
         ids = batch.input_ids
         if batch.num_unknown:  # the last token of row r comes in the place of -1 - r
             ids = torch.where(ids < 0, self.last_tokens[(-1 - ids).clamp(min=0)], ids)
@@ -309,7 +243,7 @@ class ModelRunner:
     def _states(self, batch: Batch) -> torch.Tensor:
         """What graphs record first: hidden states of all tokens, since one is sampled after each.
         Where a row has several, its samples are in another order than its tokens."""
-        return self._forward(batch, batch.logits_indices.long() if batch.is_padded else None)
+        return self.forward(batch, batch.logits_indices.long() if batch.is_padded else None)
 
     def _choose(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """What graphs record then: the choice of tokens, without edits. hidden: of `_states`."""
@@ -343,9 +277,16 @@ class ModelRunner:
         if self.device.type == "cuda" and self.ranks.broken is None:
             torch.cuda.synchronize(self.device)
 
+    def give_back(self) -> None:
+        """What was freed, to the system and not only to torch."""
+        device.return_freed_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
-        """Give all memory back, to the system and not only to torch; end the other ranks."""
-        self.networks, self.on_load, self.model = [], [], None
-        self.builder = self.last_tokens = self.adapters = self.copier = None
-        self.unload(kv_cache=True)
+        """Give all memory back, and end the other ranks."""
+        self.synchronize()
+        self.networks, self.model, self.kv_cache = [], None, []
+        self.graphs = self.builder = self.last_tokens = None
+        self.give_back()
         self.ranks.close()

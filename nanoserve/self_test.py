@@ -57,16 +57,16 @@ CROWDS = {"1 row": [(1, 700)], "9 rows": [(1, n) for n in range(1, 80, 9)],
 # ------------------------------------------------------------- the backend is there
 
 
-def load_backend(kernels: str) -> ModuleType:
-    """`ops`, or the backend that `kernels` names. A backend is imported late, because it needs a
-    compiler, or triton, which exists for Linux only. Raises `ImportError` where this is missing."""
+def load_backend(kernels: str, failing: tuple[str, ...] = ()) -> ModuleType | SimpleNamespace:
+    """`ops`, or the backend that `kernels` names, with the functions of `ops` for those that fail.
+    A backend is imported late, because it needs a compiler, or triton, which exists for Linux only.
+    Raises `ImportError` where this is missing."""
+    backend = ops
     if kernels == "triton":
-        from nanoserve import triton_attention
-        return triton_attention
-    if kernels == "cpu":
-        from nanoserve import cpu
-        return cpu
-    return ops
+        from nanoserve import triton_attention as backend
+    elif kernels == "cpu":
+        from nanoserve import cpu as backend
+    return with_replaced(backend, failing)
 
 
 def fit_kernels(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConfig, list[str]]:

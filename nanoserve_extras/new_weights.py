@@ -41,12 +41,12 @@ from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
 from nanoserve.loader import Tensors, load_weights
 from nanoserve.model import Decoder
-from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import HEAD, Ranks
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.ranks import hand_out
+from nanoserve_extras.base.runner import Runner
 from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.base.weight_files import stored_tensors
 from nanoserve_extras.block_store.block_store import BlockStore
@@ -130,7 +130,7 @@ class NewWeights(Extra):
                  self.engine.scheduler.blocks.num_blocks, self.engine.config.max_model_len)
             self.gone -= tags
 
-    def idle_runner(self, what: str) -> ModelRunner:
+    def idle_runner(self, what: str) -> Runner:
         """Take the results of steps in flight that nobody waits for. Raises `RuntimeError`."""
         self.engine.check_open()
         if self.engine.requests:
@@ -167,7 +167,7 @@ def read(weights: Weights, engine: LLMEngine,
     return folder, [(name, tensor) for _, name, tensor in stored_tensors(folder)]
 
 
-def try_names(runner: ModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def try_names(runner: Runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill a network that has no memory: the loader checks each name and shape, and reads none of
     the numbers. Raises `ValueError`. (A tied head is compared later, when its numbers are there.)
     """
@@ -200,7 +200,7 @@ def checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 # ------------------------------------------------------------------ all ranks
 
 
-def call(runner: ModelRunner, what: int, *numbers: int,
+def call(runner: Runner, what: int, *numbers: int,
          tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
     """On rank 0: have all ranks do it. Raises what failed on one of them."""
     with runner.ranks.together():
@@ -215,7 +215,7 @@ def call(runner: ModelRunner, what: int, *numbers: int,
 
 
 @torch.no_grad()
-def answer(runner: ModelRunner, head: torch.Tensor,
+def answer(runner: Runner, head: torch.Tensor,
            tensors: Tensors | None = None) -> Exception | None:
     """The same on every rank; all but rank 0 receive the tensors. Returns what failed here, or that
     another rank failed. Graphs are recorded once all ranks have all there is: one that recorded
@@ -275,7 +275,7 @@ def received(ranks: Ranks) -> Tensors:
 # ------------------------------------------------------------- a rank's memory
 
 
-def put_away(runner: ModelRunner) -> None:
+def put_away(runner: Runner) -> None:
     """The bytes of all tensors go to the host, where a CPU's are already. Each tensor notes what
     gives them back, and how it lies in them: several may share memory, as an embedding and a head
     do."""
@@ -297,7 +297,7 @@ def to_host(numbers: torch.Tensor, is_scratch: bool) -> partial:
     return partial(numbers.cpu().to, numbers.device)
 
 
-def bring_back(runner: ModelRunner) -> None:
+def bring_back(runner: Runner) -> None:
     """What was put away, and is still reached."""
     fresh: dict[partial, torch.Tensor] = {}
     for tensor in tensors_of(runner):
@@ -309,7 +309,7 @@ def bring_back(runner: ModelRunner) -> None:
             del tensor.away
 
 
-def tensors_of(runner: ModelRunner) -> list[torch.Tensor]:
+def tensors_of(runner: Runner) -> list[torch.Tensor]:
     """All on the runner's device that its networks and adapters reach, however they hold them."""
     found, seen, ahead = [], {}, [*runner.networks, runner.adapters]
     while ahead:

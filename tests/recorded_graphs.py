@@ -15,9 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from nanoserve import llm
+from nanoserve import LLM
 from nanoserve.graphs import DecodeGraphs, Size
-from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import Ranks
 from nanoserve.sampler import SamplerOutput
 
@@ -107,7 +106,8 @@ def record_steps(monkeypatch) -> list[Size]:
     monkeypatch.setattr(Ranks, "_run", recording(Ranks._run))
     monkeypatch.setattr(kernels, "_num_splits", lambda num_rows, *shapes: 1 if num_rows > 2 else 2)
     monkeypatch.setattr(kernels, "MIN_SPLIT_KEYS", 16)
-    monkeypatch.setattr(llm, "ModelRunner", partial(ModelRunner, graph_class=RecordedGraph))
+    monkeypatch.setattr(LLM, "make_runner", staticmethod(partial(
+        LLM.make_runner, graph_class=RecordedGraph)))
     # The copy to the host that is queued right behind a step, before the next replay overwrites it.
     monkeypatch.setattr(SamplerOutput, "to_host", lambda self: replace(
         self, token_ids=self.token_ids.clone()))

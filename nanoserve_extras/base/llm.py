@@ -33,6 +33,7 @@ from nanoserve_extras.base.inputs import Inputs, Prompt
 from nanoserve_extras.base.metrics import EngineMetrics, Metric
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.ranks import WatchedRanks
+from nanoserve_extras.base.runner import Parts, Runner
 from nanoserve_extras.base.sampling_params import SamplingParams
 from nanoserve_extras.base.start_up import describe
 from nanoserve_extras.base.summary import summary
@@ -56,6 +57,8 @@ class LLM(plain.LLM):
     make_plan = Plan
     make_inputs = Inputs
     make_ranks = WatchedRanks
+    make_runner = Runner
+    make_parts = Parts
 
     def read_options(self, model: str | Path, options: dict) -> EngineArgs:
         return EngineArgs(model=str(model), **options)

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from nanoserve.config import EngineConfig
-from nanoserve.model_runner import ModelRunner
 from nanoserve.self_test import load_backend
 from nanoserve_extras.base.plan import Plan
+from nanoserve_extras.base.runner import Runner
 
 
-def describe(plan: Plan, config: EngineConfig, runner: ModelRunner, num_blocks: int) -> str:
+def describe(plan: Plan, config: EngineConfig, runner: Runner, num_blocks: int) -> str:
     """config: the engine's own, behind the plan's. A slow path is never silent."""
     c, device = config, "cpu (Triton's interpreter, very slow)"
     if runner.device.type == "cuda":

@@ -30,8 +30,8 @@ import torch
 
 from nanoserve.device import free_cpu_memory
 from nanoserve.model import KVCache
-from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import Ranks
+from nanoserve_extras.base.runner import Runner
 
 LEAST_BYTES = 2 ** 29  # for host memory that only serves a folder
 
@@ -46,7 +46,7 @@ class HostMemory:
     memory, or none that ranks share.
     """
 
-    def __init__(self, runner: ModelRunner, num_bytes: int, has_folder: bool):
+    def __init__(self, runner: Runner, num_bytes: int, has_folder: bool):
         self.ranks, self.device = runner.ranks, runner.device
         self.shapes = [[*cache.shape[1:], str(cache.dtype)]
                        for pair in runner.kv_cache for cache in pair]

@@ -23,7 +23,6 @@ from typing import Protocol
 
 from nanoserve.detokenizer import load_tokenizer
 from nanoserve.engine import LLMEngine
-from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import check_shares
 from nanoserve.progress import say
 from nanoserve.sequence import Sequence, Step
@@ -31,6 +30,7 @@ from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.config_files import ModelConfig, read_architecture, read_config
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.plan import Plan
+from nanoserve_extras.base.runner import Runner
 
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet
@@ -222,7 +222,7 @@ class ModelGuesser(Guesser):
             say(f"the draft model was made for {draft.max_position_embeddings:,} tokens: behind "
                 "them its guesses will be worse")
         return replace(plan, parts=replace(plan.parts, make_draft=partial(
-            ModelRunner.read, model_config=draft, folder=folder)))
+            Runner.read, model_config=draft, folder=folder)))
 
     def __init__(self, asked: dict, engine: LLMEngine):
         self.num_drafts = asked["num_speculative_tokens"]
@@ -265,7 +265,7 @@ class ModelGuesser(Guesser):
         write_drafts(self.runner, step, first)
 
 
-def write_drafts(runner: ModelRunner, step: Step, first: Step) -> None:
+def write_drafts(runner: Runner, step: Step, first: Step) -> None:
     """Launch `first`, whose samples are the first drafts, then a step for each further draft, and
     put all of them into `step.drafts`. Graphs are of steps with a sample for each token: the last
     row samples once more for each that has none, unless these are a prompt's. Not where rows have a

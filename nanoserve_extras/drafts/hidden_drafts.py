@@ -35,12 +35,12 @@ from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
 from nanoserve.loader import Tensors, load_dummy_weights, load_weights
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
 from nanoserve.model_config import read_json
-from nanoserve.model_runner import ModelRunner
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.plan import Plan
+from nanoserve_extras.base.runner import Runner
 from nanoserve_extras.base.weight_files import find_weights, stored_tensors
 from nanoserve_extras.drafts.guessers import UNKNOWN, Guesser, write_drafts
 from nanoserve_extras.drafts.hidden_taps import Head, LastTap, LayerTaps, States
@@ -190,7 +190,7 @@ def make_head(config: EngineConfig, new: Callable[[Placement], Head], folder: Pa
     return head
 
 
-def join_head(make: Callable[[Path, Placement], Head], folder: Path, runner: ModelRunner) -> Head:
+def join_head(make: Callable[[Path, Placement], Head], folder: Path, runner: Runner) -> Head:
     """On each rank: make it network 1, which reads the states of whatever network is loaded."""
     head = make(folder, runner.placement)
     runner.on_load.append(head.join)

@@ -37,7 +37,6 @@ from nanoserve.hooks import Extra
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache
 from nanoserve.model_config import ModelConfig
-from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import HEAD
 from nanoserve.progress import say
 from nanoserve.scheduler import Scheduler
@@ -46,6 +45,7 @@ from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.metrics import Counter, Gauge, Metric
 from nanoserve_extras.base.plan import Plan
+from nanoserve_extras.base.runner import Runner
 from nanoserve_extras.engine_args import LayerPlanOptions
 from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom
 from nanoserve_extras.new_weights import NewWeights
@@ -375,7 +375,7 @@ def share_out_rows(scheduler: Scheduler, step: Step, num_new: int) -> int:
     return num_new if len(step.num_new_tokens) < most else 0
 
 
-def rebuild(runner: ModelRunner, head: torch.Tensor) -> None:
+def rebuild(runner: Runner, head: torch.Tensor) -> None:
     """On every rank: build the layers that are here now, and a KV cache for them."""
     _, num_blocks, max_model_len, stages = head[:4].tolist()
     counts, on_disk = head[4:4 + 2 * stages].view(-1, 2).T.tolist()

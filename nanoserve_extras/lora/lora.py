@@ -43,7 +43,6 @@ from nanoserve.layers import Linear, Placement, beside
 from nanoserve.loader import translated
 from nanoserve.model import Decoder
 from nanoserve.model_config import read_json
-from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import CHECKPOINT_DTYPES, HEAD
 from nanoserve.request import Request
 from nanoserve.rules import option
@@ -52,6 +51,7 @@ from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.ranks import hand_out
+from nanoserve_extras.base.runner import Runner
 from nanoserve_extras.base.words import in_words
 from nanoserve_extras.engine_args import LoRAOptions, keep_path
 
@@ -153,7 +153,7 @@ class Adapters:
     Only rank 0 is asked by requests; the others get each one's weights from it.
     """
 
-    def __init__(self, runner: ModelRunner, options: LoRAOptions):
+    def __init__(self, runner: Runner, options: LoRAOptions):
         model, device = runner.model, runner.device
         self.max_loras, self.max_rank = options.max_loras, options.max_lora_rank
         self.num_columns = self.max_loras * self.max_rank
@@ -307,7 +307,7 @@ def adaptable(model: nn.Module) -> Iterator[tuple[Linear, dict[str, str]]]:
             yield layer, {translated(beside(path, name)): name for name in layer.matrices}
 
 
-def receive(runner: ModelRunner, head: torch.Tensor) -> None:
+def receive(runner: Runner, head: torch.Tensor) -> None:
     runner.adapters.receive(head)
 
 

@@ -42,13 +42,13 @@ from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.layers import Linear
 from nanoserve.model import KVCache
-from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import HEAD
 from nanoserve.progress import say
 from nanoserve.sampler import put
 from nanoserve.sequence import Step
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.plan import Plan
+from nanoserve_extras.base.runner import Runner
 from nanoserve_extras.engine_args import RecurrentOptions
 from nanoserve_extras.foreign.foreign_graphs import EvenRecorder, ForeignRecorder
 from nanoserve_extras.foreign.foreign_layers import SIZES, Packed, Picks
@@ -477,7 +477,7 @@ class Recurrent(Extra):
             copy_states(self.runner, head)
 
 
-def copy_states(runner: ModelRunner, head: torch.Tensor) -> None:
+def copy_states(runner: Runner, head: torch.Tensor) -> None:
     """On every rank. head: COPY, how many pairs, and these."""
     runner.model.copy(head[2:2 + 2 * int(head[1])].view(-1, 2).tolist())
 

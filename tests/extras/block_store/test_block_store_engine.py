@@ -8,7 +8,6 @@ from helpers import storage
 from small_engine import drain_through
 
 from nanoserve import LLM, LoRARequest, SamplingParams
-from nanoserve import llm as llm_module
 from nanoserve_extras.block_store.block_host import rows_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -204,7 +203,7 @@ def test_options_that_can_not_work_are_refused_before_the_work_starts(qwen3, opt
 
 def test_a_path_that_can_be_no_folder_is_refused_before_the_weights_are_loaded(qwen3, tmp_path,
                                                                               monkeypatch):
-    monkeypatch.setattr(llm_module, "ModelRunner", None)
+    monkeypatch.setattr(LLM, "make_runner", None)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="kv_store=.*file'"):
         LLM(qwen3, **SMALL, kv_store=str(tmp_path / "file"))
