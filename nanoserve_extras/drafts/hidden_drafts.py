@@ -138,7 +138,7 @@ class OwnHead(Head):
             RMSNorm(config.hidden_size, config.rms_norm_eps, on) for _ in range(3))
         self.input_proj = on.linear(2 * config.hidden_size, {"input_proj": config.hidden_size},
                                     False, on)
-        self.block = DecoderLayer(config, 0, on, False)
+        self.block = DecoderLayer(config, 0, on)
         self.rotary = RotaryEmbedding(config.rope, on.device)
 
     def tap(self, model: Decoder) -> LastTap:
