@@ -7,7 +7,7 @@ transformers makes each text network on "meta", where tensors have shapes and no
 engine holds of it in int8 or int4, by the rules of docs/quantization.md:
 
     a matrix of a layer     1 byte a number, and 4 a row        half a byte, and 4 for 32 of a row
-    an LM head              1 byte, and 4 a row                 the same
+    an LM head, q, k, v     1 byte, and 4 a row                 the same
     experts                 as other matrices
     all else                2 bytes
 
@@ -37,6 +37,7 @@ from transformers.initialization import no_init_weights
 
 from benchmarks.tables import table, write
 from nanoserve import LLM
+from nanoserve_extras.quantization.quantized_linear import IN_8_BITS
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN = "<!-- written by benchmarks/fits.py -->\n"
@@ -122,9 +123,13 @@ def sizes_of(entries: dict) -> dict[str, Size]:
         sum(2.0 * p.numel() for p in layer.parameters()) for layer in network.layers)
     numbers = sum(p.numel() for p in matrices)
     lines = sum(p.numel() // p.shape[-1] for p in matrices)
+    in_8_bits = [one.weight for name, one in network.named_modules()
+                 if type(one) is nn.Linear and name.rpartition(".")[2] in IN_8_BITS]
+    wider = sum(0.375 * p.numel() + 4 * len(p) for p in in_8_bits)  # than 5 bits each
     # The embedding that is the head has both forms where transformers looks rows up.
     wide = plain - 2.0 * numbers - 2.0 * head * (ours or not tied) + head + 4 * config.vocab_size
-    held = {"int8": wide - mapped + numbers + 4 * lines, "int4": wide - mapped + 0.625 * numbers}
+    held = {"int8": wide - mapped + numbers + 4 * lines,
+            "int4": wide - mapped + 0.625 * numbers + wider}
     return {"bfloat16": Size(plain, plain, cache, 0.0)} | {
         kind: Size(size, size + waits, cache, mapped) for kind, size in held.items()}
 

@@ -24,6 +24,7 @@ from nanoserve_extras.quantization.formats import assemble, read_format
 from nanoserve_extras.quantization.quantized_experts import QuantisedExperts
 from nanoserve_extras.quantization.quantized_linear import (
     GROUP,
+    IN_8_BITS,
     CpuWeight,
     QuantisedEmbedding,
     QuantisedLinear,
@@ -72,7 +73,9 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
         size = GROUP if kind == "int4" and not is_4 else 0
         is_kept = form is not None and kind == f"int{form.bits}"
-        linear = partial(QuantisedLinear, kind=weight, size=size)
+        has_4 = form is not None and form.bits == 4  # in these, too, where they are made up
+        linear = partial(QuantisedLinear, kind=weight, size=size,
+                         in_8_bits={"lm_head"} if has_4 else IN_8_BITS)
         if config.expert_parallel:
             raise ValueError(f"expert_parallel=True with quantization={kind!r}: leave it out, so "
                              "that each rank has a part of every expert")

@@ -23,7 +23,7 @@ On a CPU torch's own int8 operators were no faster than bfloat16; its operators 
 bfloat16 and zero points of their own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
@@ -48,6 +48,9 @@ PORTION = 2 ** 20  # numbers that are there in float32 while a matrix is rounded
 PANEL = 16  # outputs that stand side by side in quantized_linear.cpp
 LINE = 8  # inputs of a line of a panel: a group is some of them
 BLOCK = 512  # inputs of a block of activations (quantized_linear.cpp), which groups must divide
+# Where others are rounded to 4 bits, these have 8. A head's rows are tokens. Queries, keys and
+# values are a seventh to a quarter of a layer, and cost a text as much as all the rest does.
+IN_8_BITS = frozenset(("lm_head", "q_proj", "k_proj", "v_proj", "qkv_proj"))
 
 
 @dataclass(frozen=True)
@@ -371,14 +374,14 @@ class QuantisedLinear(Linear):
     where q has them beside a k or v that came dense, since all three are one product here.
 
     kind: of packed weights. size: inputs of a group of 4 bits to which floats are rounded, or 0 for
-    8 bits by row. An LM head's are always 8 bits: each row is a token's.
+    8 bits by row, as matrices named in `in_8_bits` always are.
     """
 
     def __init__(self, inputs: Slice | int, matrices: dict[str, Slice | int], bias: bool,
-                 on: Placement, kind: type, size: int):
+                 on: Placement, kind: type, size: int, in_8_bits: Set[str] = IN_8_BITS):
         super().__init__(inputs, matrices, bias, on)
         self.ops, self.kind, self.device = OPS, kind, on.device
-        self.size = 0 if "lm_head" in self.matrices else size
+        self.size = 0 if in_8_bits & self.matrices.keys() else size
         self.awaited = len(self.matrices)
         self.pieces: dict[int, Quantised] = {}  # by their first row, until all have come
 

@@ -16,7 +16,8 @@ a block of 256 ("K") are themselves products:
 
 Where 4 bits are asked for they are kept as `Quantised`, to the last bit: 5 bits in 8, because
 rounding them to 4 would lose most of what they are there for. Other kinds (IQ4, MXFP4 and such step
-unevenly) are rounded once more, to 8 bits. A file of Q8_0 or floats alone becomes 4 bits.
+unevenly) are rounded once more, to 8 bits. A file of Q8_0 or floats alone becomes 4 bits, but for
+`IN_8_BITS`.
 
 Invariant: each tensor of the network comes from the file once, in its shape, and each of the file's
 has a place.
@@ -33,6 +34,7 @@ from torch import nn
 
 from nanoserve_extras.quantization.quantized_linear import (
     GROUP,
+    IN_8_BITS,
     Quantised,
     portions,
     round_groups,
@@ -324,19 +326,19 @@ def rounded(source: Source, name: str, stored: np.ndarray, dtype: torch.dtype, b
     few_bits: see `has_few_bits`."""
     kind = source.tensor.tensor_type.name
     is_embedding = source.tensor.name in EMBEDDINGS and kind in UNPACK
-    fits = source.shape[-1] % GROUP == 0
+    fits, has_8 = source.shape[-1] % GROUP == 0, few_bits or name.split(".")[-2] in IN_8_BITS
     if bits is None or not (source.can_be_rounded or bits == "int4" and is_embedding) or (
             bits == "int4" and not fits):
         return widened(source, name, stored, dtype)
     pieces, moved, squares = [], 0.0, 0.0
     for part in source.portions(stored):
         is_kept = bits == "int4" and isinstance(part, Quantised) and (
-            kind != "Q8_0" or few_bits or is_embedding)
+            kind != "Q8_0" or has_8 or is_embedding)
         few = part
         if not is_kept:
             wide = part[:] if isinstance(part, Quantised) else part
             few = round_rows(wide) if bits == "int8" else (
-                round_8_bit_groups(wide) if few_bits else round_groups(wide))
+                round_8_bit_groups(wide) if has_8 else round_groups(wide))
             moved += float((few[:] - wide).square().sum())
             squares += float(wide.square().sum())
         pieces.append(few)

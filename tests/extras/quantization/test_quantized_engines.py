@@ -20,6 +20,8 @@ from nanoserve_extras.quantization import quantization, quantized_experts
 from nanoserve_extras.quantization.quantized_linear import QuantisedLinear
 
 ROUNDED = {"int8": by_definition, "int4": groups_by_definition}
+SIZES = {"int8": {0}, "int4": {0, 32}}  # of groups: in int4 q, k and v have 8 bits by row
+IN_8_BITS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 KINDS = {"torch": "TorchWeight", "cpu": "CpuWeight"}
 either = pytest.mark.parametrize("quantization", ROUNDED)
 
@@ -34,7 +36,8 @@ def rounded(checkpoints, tmp_path):
         tensors = stored_tensors(folder)
         for key in [key for key in tensors if key.endswith("_proj.weight") or ".experts." in key]:
             parts = shares if key.endswith(("o_proj.weight", "down_proj.weight")) else 1
-            tensors[key] = torch.cat([ROUNDED[quantization](part).float() for part in
+            how = ROUNDED["int8" if key.endswith(IN_8_BITS) else quantization]
+            tensors[key] = torch.cat([how(part).float() for part in
                                       tensors[key].chunk(parts, dim=1)], dim=1)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return head_rounded(folder)
@@ -61,7 +64,7 @@ def test_the_text_is_that_of_the_rounded_weights(name, kernels, quantization, ch
     capfd.readouterr()
     with LLM(checkpoints[name], **SMALL, kernels=kernels, quantization=quantization) as llm:
         assert greedy(llm, 16) == expected
-        assert kinds(llm) == {(KINDS[kernels], 32 if quantization == "int4" else 0)}
+        assert kinds(llm) == {(KINDS[kernels], size) for size in SIZES[quantization]}
     said = capfd.readouterr().err
     assert f"float32, quantization='{quantization}'" in said
     assert ("saves memory and costs time" in said) == (kernels == "torch")
@@ -87,7 +90,7 @@ def test_kernels_for_a_gpu_are_recorded_in_graphs_experts_too(drafts, quantizati
     with LLM(checkpoints[name], **SMALL | dict(max_num_seqs=1), kernels="triton",
              quantization=quantization, **options) as llm:
         assert greedy(llm, 6) == expected
-        assert kinds(llm) == {("TritonWeight", 32 if quantization == "int4" else 0)}
+        assert kinds(llm) == {("TritonWeight", size) for size in SIZES[quantization]}
     assert {size.network for size in recorded} == {0, int(drafts)}
 
 

@@ -81,7 +81,8 @@ def rounded(source, folder, quantization):
         if type(module) in (nn.Linear, Conv1D) and not name.endswith("kv_b_proj") and getattr(
                 module, "out_features", None) not in counts:
             weight = module.weight if type(module) is nn.Linear else module.weight.T
-            how = ROUNDED["int8" if module is head else quantization]
+            how = ROUNDED["int8" if module is head or name.endswith((
+                "q_proj", "k_proj", "v_proj", "qkv_proj")) else quantization]
             new = how(weight).float()
             module.weight.copy_(new if type(module) is nn.Linear else new.T)
     model.save_pretrained(folder)
