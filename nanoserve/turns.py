@@ -158,29 +158,36 @@ class Turns:
         and prints those of other work: the caller is not at fault."""
         if not self.posted:
             return
-        raised = None
+        errors: list[Exception] = []
         with ctrl_c_held():  # work that is off the queue is done, too
             while self.posted and self.lock.acquire(blocking=False):
                 try:
                     if self.holds:  # this thread's own turn: it is a handler that asks
                         break
-                    self.holds.append(None)  # work that is posted by work comes after it
-                    try:
-                        while self.posted:
-                            work = self.posted.popleft()
-                            try:
-                                work()
-                            except Exception as error:
-                                if work is own:
-                                    raised = error
-                                else:
-                                    traceback.print_exception(error)
-                    finally:  # also when work ends the script
-                        self.holds.pop()
+                    errors += self._empty_queue(own)
                 finally:
                     self.lock.release()
-        if raised is not None:
-            raise raised
+        if errors:
+            raise errors[0]
+
+    def _empty_queue(self, own: Callable | None) -> list[Exception]:
+        """In a turn of its own, so that work that is posted by work comes after it. Returns the
+        error of `own`, if it has one."""
+        errors: list[Exception] = []
+        self.holds.append(None)
+        try:
+            while self.posted:
+                work = self.posted.popleft()
+                try:
+                    work()
+                except Exception as error:
+                    if work is own:
+                        errors.append(error)
+                    else:
+                        traceback.print_exception(error)
+        finally:  # also when work ends the script
+            self.holds.pop()
+        return errors
 
     def _is_mine(self) -> bool:
         return self.lock._is_owned()  # no public name; threading.Condition asks like this, too
