@@ -44,33 +44,38 @@ class SamplingInputs:
     @classmethod
     def of(cls, step: Step | None, batch: Batch, constraints: Constraints) -> "SamplingInputs":
         """Find out what the rows of a step ask for; nothing, on ranks above 0, which have none.
-
-        Parameters are read on the host, because reading them from the device would wait for it. A
-        draft network is always greedy.
-        """
-        inputs = cls()
+        Parameters are read on the host, because reading them from the device would wait for it."""
+        inputs, here = cls(), partial(put, device=batch.seeds.device)
         if step is None:
             return inputs
-        seqs = step.samples()
-        here = partial(put, device=batch.seeds.device)
-        if positions_of := step.prompt_logprob_positions:
-            inputs.prompt_targets = here([
-                token_id for seq, positions in positions_of.items()
-                for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]], torch.int64)
-            inputs.num_prompt_logprobs = max(
-                seq.request.params.prompt_logprobs for seq in positions_of)
-        if step.network:
-            return inputs
-        inputs.all_greedy = not batch.host["temperature"].any()
-        if rows := [i for i, seq in enumerate(seqs) if seq.request.has_controls]:
-            # The drafts before each sample: after k drafts a sequence has k + 1 samples.
-            given = [step.drafts.get(seq, []) for seq in step.sampling]
-            ahead = [drafts[:i] for drafts in given for i in range(len(drafts) + 1)]
-            inputs.edits = gather_edits([(i, seqs[i], ahead[i]) for i in rows], constraints, here)
-            wanted = {i: seqs[i].request.params.logprobs for i in rows}
-            inputs.logprob_rows = [i for i in rows if wanted[i] is not None]
-            inputs.num_logprobs = max((wanted[i] for i in inputs.logprob_rows), default=0)
+        if step.prompt_logprob_positions:
+            inputs._read_prompts(step.prompt_logprob_positions, here)
+        if not step.network:  # a draft network is always greedy
+            inputs.all_greedy = not batch.host["temperature"].any()
+            inputs._read_controls(step, constraints, here)
         return inputs
+
+    def _read_prompts(self, positions_of: dict[Sequence, range], here: Callable) -> None:
+        """The token after each position is the one whose logprob is wanted."""
+        targets = []
+        for seq, positions in positions_of.items():
+            targets += seq.token_ids[positions.start + 1:positions.stop + 1]
+        self.prompt_targets = here(targets, torch.int64)
+        self.num_prompt_logprobs = max(seq.request.params.prompt_logprobs for seq in positions_of)
+
+    def _read_controls(self, step: Step, constraints: Constraints, here: Callable) -> None:
+        """Edits and logprobs of the rows that sample. After k drafts a sequence has k + 1 samples,
+        before which 0 to k of the drafts stand."""
+        seqs = step.samples()
+        rows = [i for i, seq in enumerate(seqs) if seq.request.has_controls]
+        if not rows:
+            return
+        given = [step.drafts.get(seq, []) for seq in step.sampling]
+        ahead = [drafts[:i] for drafts in given for i in range(len(drafts) + 1)]
+        self.edits = gather_edits([(i, seqs[i], ahead[i]) for i in rows], constraints, here)
+        wanted = {i: seqs[i].request.params.logprobs for i in rows}
+        self.logprob_rows = [i for i in rows if wanted[i] is not None]
+        self.num_logprobs = max((wanted[i] for i in self.logprob_rows), default=0)
 
 
 def put(values, dtype: torch.dtype = torch.float32, *, device: torch.device) -> torch.Tensor:
