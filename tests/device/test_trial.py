@@ -13,7 +13,7 @@ import torch
 from checkpoints import assert_same_text
 from dummy_engines import start
 
-from nanoserve import LLM, SamplingParams, llm, ops
+from nanoserve import LLM, SamplingParams, ops
 from nanoserve import self_test as trial
 from nanoserve.config import EngineConfig
 from nanoserve.model_config import ModelConfig
@@ -260,7 +260,7 @@ def test_the_specification_is_not_tried(dummy, trusted, monkeypatch):
 
 
 def test_graphs_are_off_where_one_was_stale(dummy, monkeypatch, trusted):
-    monkeypatch.setattr(llm, "failing_functions", lambda *given: (("graph",), ["a sentence"]))
+    monkeypatch.setattr(trial, "failing_functions", lambda *given: (("graph",), ["a sentence"]))
     runner = start(dummy).runner
     runner.graph_class, runner.config = Graph, runner.config.__class__(
         **vars(runner.config) | dict(kernels="triton", enforce_eager=False))
