@@ -77,7 +77,7 @@ class LLM(LLMEngine):
         config, runner, num_blocks = self.start_runner(plan, asked.max_model_len)
         inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
         super().__init__(config, runner, num_blocks, inputs, extras)
-        progress.say(self.describe(plan, num_blocks))
+        progress.say(self.greeting(plan, num_blocks))
 
     def read_options(self, model: str | Path, options: dict) -> EngineConfig:
         """What was asked for, each field checked. Raises `ValueError`, `TypeError`."""
@@ -157,13 +157,13 @@ class LLM(LLMEngine):
             raise
         return config, runner, num_blocks
 
-    def describe(self, plan: Plan, num_blocks: int) -> str:
+    def greeting(self, plan: Plan, num_blocks: int) -> str:
         """The line at the start: a slow path is never silent."""
         config = self.config
         graphs = "graphs" if self.runner.graphs else "no graphs"
-        return (f"{Path(config.model).name}: {self.model_config.architecture}, {config.device}, "
-                f"{config.dtype}, {config.kernels} kernels, {graphs}, a KV cache of {num_blocks:,} "
-                f"blocks of {config.block_size} tokens, max_model_len {config.max_model_len:,}")
+        return (f"{Path(config.model).name}, {config.device}, {config.dtype}, {config.kernels} "
+                f"kernels, {graphs}, a KV cache of {num_blocks * config.block_size:,} tokens, "
+                f"max_model_len {config.max_model_len:,}")
 
     # ------------------------------------------------------ offline batches
 

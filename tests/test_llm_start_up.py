@@ -75,8 +75,7 @@ def test_the_start_up_line_says_on_what_and_how(qwen3, capsys):
         async_scheduling=True, kernels="torch")
     line = capsys.readouterr().err.strip()
     assert len(line.splitlines()) == 1
-    for words in ("qwen3", "cpu", "bfloat16", "torch attention", "no graphs", "40 blocks of 16",
-                  "640 tokens", "max_model_len 256", "2,048 tokens", "5 sequences", "overlap 1"):
+    for words in ("qwen3", "cpu", "bfloat16", "torch", "640 tokens", "max_model_len 256"):
         assert words in line
 
 

@@ -4,7 +4,7 @@
     read_options               the options of all extras, and vLLM's words
     read_checkpoint            GGUF files, transformers' networks; options become extras
     settle, check_added        facts: what goes with what (facts.py)
-    describe                   the line at the start in full (start_up.py)
+    greeting                   the line at the start; `describe()` tells all (start_up.py)
     make_ranks                 heartbeats, and messages between ranks (ranks.py, watch.py)
     generate, chat, stream     vLLM's keywords, a summary
     get_metrics                what the engine did, in numbers (metrics.py)
@@ -35,7 +35,7 @@ from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.ranks import WatchedRanks
 from nanoserve_extras.base.runner import Parts, Runner
 from nanoserve_extras.base.sampling_params import SamplingParams
-from nanoserve_extras.base.start_up import describe
+from nanoserve_extras.base.start_up import describe, greet
 from nanoserve_extras.base.summary import summary
 from nanoserve_extras.base.vllm import missing_method, takes_vllms_words
 from nanoserve_extras.engine_args import EngineArgs
@@ -92,8 +92,14 @@ class LLM(plain.LLM):
         return super().settle(replace(asked, async_scheduling=overlap,
                                       enforce_eager=asked.enforce_eager or not has_graphs))
 
-    def describe(self, plan: Plan, num_blocks: int) -> str:
-        return describe(plan, self.config, self.runner, num_blocks)
+    def greeting(self, plan: Plan, num_blocks: int) -> str:
+        made_of = plan, self.config, self.runner, num_blocks
+        self.description = describe(*made_of)
+        return greet(*made_of)
+
+    def describe(self) -> str:
+        """On what this engine runs, how, and with how much memory."""
+        return self.description
 
     def check_added(self, extra: Extra) -> None:
         super().check_added(extra)

@@ -1,6 +1,10 @@
-"""The line at the start in full: on what an engine runs, how, and with how much memory."""
+"""On what an engine runs, how, and with how much memory: a line at the start, and all of it.
+
+Invariant: a slow path is never silent, nor are fewer bits: both stand in the line.
+"""
 
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 
@@ -9,16 +13,39 @@ from nanoserve.self_test import load_backend
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.runner import Runner
 
+LONGEST = 109  # of the line, behind "nanoserve: ": it fits on one of a terminal with 120 columns
+
+
+def greet(plan: Plan, config: EngineConfig, runner: Runner, num_blocks: int) -> str:
+    """The line at the start. config: the engine's own, behind the plan's. What finds no room is in
+    `LLM.describe()`."""
+    kernels = "" if config.kernels in ("cpu", "triton") else f"kernels={config.kernels!r}"
+    graphs = "no graphs" if config.on_gpu and not runner.graphs else ""
+    ranks = f"{runner.ranks.size} ranks" if runner.ranks.size > 1 else ""
+    pools = str(runner.pooler) if runner.pooler else ""
+    whose = "" if plan.network == "nanoserve" else f"{plan.network}' network"
+    parts = [shorten(Path(config.model).name, 40, placeholder="..."), whose,
+             device_of(config, runner), config.dtype, *plan.notes, kernels, graphs, ranks, pools,
+             f"a KV cache of {num_blocks * config.block_size:,} tokens",
+             f"max_model_len {config.max_model_len:,}"]
+    line = ""
+    for part in filter(None, parts):
+        if len(longer := f"{line}, {part}" if line else part) <= LONGEST:
+            line = longer
+    return line
+
+
+def device_of(config: EngineConfig, runner: Runner) -> str:
+    if runner.device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(runner.device)})"
+    if config.kernels == "cpu":
+        return f"cpu ({load_backend('cpu').multiplies(getattr(torch, config.dtype))})"
+    return "cpu (Triton's interpreter, very slow)" if config.kernels == "triton" else "cpu"
+
 
 def describe(plan: Plan, config: EngineConfig, runner: Runner, num_blocks: int) -> str:
-    """config: the engine's own, behind the plan's. A slow path is never silent."""
-    c, device = config, "cpu (Triton's interpreter, very slow)"
-    if runner.device.type == "cuda":
-        device = f"cuda ({torch.cuda.get_device_name(runner.device)})"
-    elif c.kernels == "cpu":
-        device = f"cpu ({load_backend('cpu').multiplies(getattr(torch, c.dtype))})"
-    elif c.kernels != "triton":
-        device = "cpu"
+    """All of it."""
+    c = config
     ranks = f" on {runner.ranks.size} ranks" if runner.ranks.size > 1 else ""
     graphs = f"graphs up to {c.max_num_seqs}" if runner.graphs else "no graphs"
     pools = f", {runner.pooler}" if runner.pooler else ""
@@ -29,8 +56,8 @@ def describe(plan: Plan, config: EngineConfig, runner: Runner, num_blocks: int) 
                      "their biases are too large for 8 bits)")
     dtype = ", ".join([c.dtype, *plan.notes])
     architecture = runner.model_config.architecture
-    return (f"{Path(c.model).name}: {architecture} by {plan.network}, {device}, {dtype}{ranks}, "
-            f"{c.kernels} attention, {graphs}{pools} | "
+    return (f"{Path(c.model).name}: {architecture} by {plan.network}, {device_of(c, runner)}, "
+            f"{dtype}{ranks}, {c.kernels} attention, {graphs}{pools} | "
             f"KV cache {num_blocks:,} blocks of {c.block_size} = "
             f"{num_blocks * c.block_size:,} tokens, "
             f"{num_blocks * runner.block_bytes / 2 ** 20:,.0f} MB{stored}{reserved} | "

@@ -64,11 +64,10 @@ def test_each_tokens_vector(encoders, texts):
 
 
 def test_prompts_are_whole_and_nothing_is_remembered(encoders, texts, capsys):
-    """Whatever was asked for: a first token depends on the last. The start-up line says so."""
+    """Whatever was asked for: a first token depends on the last. `describe` says so."""
     with start(encoders["bert"], enable_prefix_caching=True, enable_chunked_prefill=True) as llm:
-        said = capsys.readouterr().err
-        assert "BertModel by transformers" in said
-        assert "pooling CLS to embed, whole prompts without a prefix cache" in said
+        assert "transformers' network" in capsys.readouterr().err
+        assert "pooling CLS to embed, whole prompts without a prefix cache" in llm.describe()
         first, again = (llm.embed(texts, use_tqdm=False) for _ in range(2))
         assert not any(output.num_cached_tokens for output in again)
         assert_close(vectors(first), vectors(again))

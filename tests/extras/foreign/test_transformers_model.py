@@ -126,7 +126,8 @@ def test_a_mistral_whose_file_names_layer_types_is_a_ministral(few_prompts, tmp_
 def test_auto_takes_transformers_network_where_there_is_none_of_ours(made, few_prompts, texts_of,
                                                                      capsys):
     with start(made["opt"], model_impl="auto") as llm:
-        assert "OPTForCausalLM by transformers" in capsys.readouterr().err
+        assert "transformers' network" in capsys.readouterr().err
+        assert "OPTForCausalLM by transformers" in llm.describe()
         assert_parity(llm, few_prompts, texts_of("opt"), "auto")
     with pytest.raises(ValueError, match="OPTForCausalLM.*LlamaForCausalLM"):
         start(made["opt"], model_impl="nanoserve")
