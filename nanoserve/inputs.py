@@ -157,8 +157,9 @@ class InputProcessor:
         """Raises `ValueError` where neither the caller nor the tokenizer has a chat template."""
         tokenizer = self.tokenizer_for("chat()")
         if not (template_options.get("chat_template") or tokenizer.chat_template):
-            raise ValueError("the tokenizer has no chat template: pass chat_template=, use "
-                             "generate(), or install mistral-common for a tekken.json")
+            raise ValueError("the tokenizer has no chat template, as that of a base model, "
+                             "which continues texts: pass chat_template= (--chat-template FILE), "
+                             "use generate(), or install mistral-common for a tekken.json")
 
     def encode(self, text: str, what: str = "a text prompt",
                add_special_tokens: bool = True) -> list[int]:
