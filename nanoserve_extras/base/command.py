@@ -20,7 +20,11 @@ OTHERS = {
             "MODEL or nanoserve chat MODEL (HF_HOME is where it is kept)",
     "run": "nanoserve chat MODEL talks to one, nanoserve serve MODEL serves it",
     "bench": "python bench.py measures the throughput, in a clone",
-    "list": "models are folders, hub ids and GGUF files: there is no list of them"}
+    "list": "models are folders, hub ids and GGUF files: there is no list of them",
+    "ps": "a server tells what it has at /v1/models, and what it does at /",
+    "rm": "delete hub models in HF_HOME (~/.cache/huggingface), converted ones in "
+          "~/.cache/nanoserve",
+    "show": "nanoserve verify MODEL tells how it would be run"}
 
 
 def run(argv: list[str]) -> int:

@@ -49,7 +49,8 @@ def test_it_is_found_beside_a_folder_of_its_name_and_every_public_name_is_there(
 
 @pytest.mark.parametrize(("argv", "says"), [
     (["sevre"], "no command 'sevre': did you mean serve?"), (["xyz"], "lists what there is"),
-    (["pull", "x"], "a hub id is when it is first used"), (["run", "x"], "nanoserve chat MODEL")])
+    (["pull", "x"], "a hub id is when it is first used"), (["run", "x"], "nanoserve chat MODEL"),
+    (["rm", "x"], "HF_HOME")])
 def test_a_wrong_command_is_explained(capsys, argv, says):
     assert door.main(argv) == 2
     assert says in capsys.readouterr().err
