@@ -2,7 +2,7 @@
 
     GET /live ──► Board.read() ──► {steps' tokens, blocks, rows: who computes, who waits and why}
 
-Whoever asks is a watcher for two seconds more. While nobody watches, a step costs one comparison.
+Whoever asks is a watcher for two seconds more. While nobody watches, a step costs two comparisons.
 
 Invariant: a picture holds numbers and the engine's own sentences, and no text of a request: to see
 a server's steps must not mean to read its users' prompts.
@@ -58,7 +58,8 @@ class Board(Extra):
             self.picture = self._picture(step)
 
     def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
-        self.num_written += sum(map(len, accepted.values()))
+        if time.monotonic() <= self.until:
+            self.num_written += sum(map(len, accepted.values()))
 
     def ended(self, sequences: list[Sequence]) -> None:
         if sequences and not self.engine.scheduler.has_unfinished():

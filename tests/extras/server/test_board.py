@@ -3,6 +3,7 @@
 Oracles: `LLM.chat` for the answer, the scheduler's own state for the board's pictures.
 """
 
+import json
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -94,6 +95,7 @@ def test_nobody_watches_and_nothing_is_kept(llm, monkeypatch):
     board = Board(llm)
     monkeypatch.setattr(board, "_picture", lambda step: taken.append(step) or {})
     taken: list = []
+    written = 0
     try:
         for watches, seconds, steps, pictures in ((False, 0, 0, 0), (True, 0, 4, 1),
                                                   (True, 3, 0, 0)):
@@ -105,6 +107,8 @@ def test_nobody_watches_and_nothing_is_kept(llm, monkeypatch):
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0),
                          use_tqdm=False)
             assert (len(board.steps), len(taken)) == (steps, pictures)
+            written += steps  # a token in each
+            assert board.num_written == written
     finally:
         llm.remove(board)
 
@@ -154,6 +158,13 @@ def test_a_chat_of_several_turns_in_a_browser(browser, serving, llm, monkeypatch
     assert "of 64" in browser.js("document.querySelector('#blocks').textContent")
     browser.js("document.querySelector('#anew').click()")
     assert browser.js("page.messages") == []
+    # Again in the middle of an answer, of which nothing may come into the new chat.
+    browser.js("document.querySelector('#text').value = 'Tell me a story.';"
+               "document.querySelector('#form').requestSubmit();"
+               "document.querySelector('#anew').click()")
+    wait_for(browser, "!page.busy")
+    assert browser.js("page.messages") == []
+    assert browser.js("document.querySelectorAll('#said > *').length") == 1
     assert browser.complaints() == []
     assert all(url.startswith((serving.url, "data:", "about:")) for url in browser.requests())
 
@@ -163,6 +174,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser, serving):
     try:
         browser.open(f"{serving.url}/")
         assert browser.js("document.documentElement.scrollWidth") <= 390
+        assert browser.js("getComputedStyle(document.querySelector('#text')).fontSize") == "16px"
     finally:
         browser.resize(1440, 900)
 
@@ -173,10 +185,57 @@ def test_a_key_is_asked_for_where_the_server_wants_one(browser, monkeypatch):
         assert serving.ask("/live")[0] == 401
         browser.open(f"{serving.url}/")
         wait_for(browser, "document.querySelector('details').open")
-        assert "wants a key" in browser.js("document.querySelector('.wrong').textContent")
+        assert "wants a key" in browser.js("document.querySelector('#said .wrong').textContent")
+        wait_for(browser, "document.querySelector('#rows .wrong') !== null")  # the board, too
+        say(browser, "Tell me a story.")  # which is not lost
+        assert browser.js("document.querySelector('#text').value") == "Tell me a story."
+        assert browser.js("[page.messages, document.querySelectorAll('.user').length]") == [[], 0]
+        browser.js("document.querySelector('#text').value = ''")
         browser.js("document.querySelector('#key').value = 'secret'")
         browser.js("document.querySelector('#key').dispatchEvent(new Event('change'))")
         wait_for(browser, "document.querySelector('#model').value === 'tested'")
         say(browser, "Tell me a story.")
         assert browser.js("page.messages[1].content") == answer_of(
             [dict(role="user", content="Tell me a story.")])
+
+
+def test_thoughts_are_shown_and_are_no_part_of_the_conversation(browser, serving):
+    """A stream in pieces that end anywhere, also within a letter."""
+    browser.open(f"{serving.url}/")
+    events = [dict(choices=[dict(delta=delta)]) for delta in (
+        dict(role="assistant", reasoning_content="Hm, "), dict(reasoning_content="<b>two"),
+        dict(content="Z"), dict(content="wölf"))] + [dict(choices=[])]
+    data = "".join(f"data: {json.dumps(one, ensure_ascii=False)}\n\n" for one in events)
+    browser.js(f"""window.fetch = async () => new Response(new ReadableStream({{start(stream) {{
+        for (const byte of new TextEncoder().encode({json.dumps(data + "data: [DONE]")}))
+          stream.enqueue(new Uint8Array([byte]));
+        stream.close(); }} }}))""")
+    say(browser, "How many?")
+    assert browser.js("page.messages") == [dict(role="user", content="How many?"),
+                                           dict(role="assistant", content="Zwölf")]
+    assert browser.js("[...document.querySelectorAll('.turn')].map(x => x.textContent)") == [
+        "How many?", "Hm, <b>two", "Zwölf"]
+
+
+def test_only_requests_on_the_board_have_numbers(browser, serving):
+    """An open page must not remember what a server did all day."""
+    browser.open(f"{serving.url}/")
+    assert browser.js("""['a b', 'b c', '', 'c a'].map(names => {
+        page.number(names.split(' ').filter(name => name).map(name => ({name})));
+        return [...page.numbers.values()].join(); })""") == [
+            "request 1,request 2", "request 2,request 3", "", "request 4,request 5"]
+
+
+def test_a_server_that_is_gone_is_said_to_be(browser):
+    with Serving(small()) as serving:
+        browser.open(f"{serving.url}/")
+        wait_for(browser, "document.querySelector('#rate').textContent === 'idle'")
+    wait_for(browser, "document.querySelector('#rows').textContent.includes('does not answer')")
+    assert browser.js("document.querySelector('#blocks').textContent") == ""
+
+
+def test_the_page_behind_a_proxy_begins_at_its_folder(browser):
+    with Serving(small(), root_path="/nano") as serving:
+        browser.open(f"{serving.url}/nano")
+        assert browser.js("location.pathname") == "/nano/"
+        wait_for(browser, "document.querySelector('#model').value === 'tested'")
