@@ -35,7 +35,7 @@ from ipaddress import ip_address
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from nanoserve_extras.server.async_llm import EngineDeadError
 from nanoserve_extras.server.errors import (
@@ -100,6 +100,9 @@ class Guard:
                 await self.app(scope, receive, send)
             return
         headers, path = dict(scope["headers"]), scope["path"]
+        if self.root_path and path == self.root_path:  # the page's links begin at its folder
+            await RedirectResponse(path + "/")(scope, receive, send)
+            return
         if self.root_path and path.startswith(self.root_path + "/"):
             path = path.removeprefix(self.root_path)
         # Clients join paths with a slash too many. A key is asked for by the path as it came.
