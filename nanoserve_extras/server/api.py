@@ -345,8 +345,14 @@ class Server:
         stream = await self.engine.between_steps(self.tracer.stream)
         return HTMLResponse(await asyncio.to_thread(page, stream))
 
+    def teller(self, one: "Server") -> Callable[[str], None]:
+        """Says a line about one of two models with its name."""
+        return say if self.also is None else lambda text: say(f"{one.names[0]}: {text}")
+
     async def live(self):
-        return AsciiResponse(self.board.read())
+        """Of the model that one can chat with, if there are two."""
+        chats = [one for one in self.all() if Fact.GENERATES in one.llm.facts]
+        return AsciiResponse((chats or [self])[0].board.read())
 
     async def home(self):
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
@@ -399,10 +405,11 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
-        reporting = asyncio.create_task(stats.report(engine, say)) if says_stats else None
+        reporting = [asyncio.create_task(stats.report(one.engine, server.teller(one)))
+                     for one in server.all() if says_stats]
         yield
-        if reporting is not None:
-            reporting.cancel()
+        for task in reporting:
+            task.cancel()
         for one in server.all():
             await asyncio.to_thread(one.engine.shutdown)
 

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 from serving import CHATS, COMPLETIONS, NAME, Serving  # noqa: E402
 
 from nanoserve import LLM, SamplingParams  # noqa: E402
-from nanoserve_extras.server import cli  # noqa: E402
+from nanoserve_extras.server import api, cli  # noqa: E402
 from nanoserve_extras.server.async_llm import AsyncLLM  # noqa: E402
 
 SIZE = dict(dtype="float32", num_gpu_blocks_override=64)
@@ -69,6 +69,20 @@ def test_both_are_listed_counted_and_alive(both):
     running = re.findall(r'^vllm:num_requests_running\{model_name="(\w+)"', text, re.M)
     assert running == [NAME, "embedder"]
     assert len(re.findall("^# TYPE vllm:num_requests_running ", text, re.M)) == 1
+
+
+def test_the_board_is_that_of_the_model_that_chats(monkeypatch):
+    """Also where it is the second one; and a line of each engine has its name."""
+    lines: list[str] = []
+    monkeypatch.setattr(api, "say", lines.append)
+    chats = AsyncLLM(LLM(**SIZE | dict(num_gpu_blocks_override=48)))
+    with Serving(embedder(), also=(chats, ["chats"])) as serving:
+        assert serving.ask("/live")[1]["num_blocks"] == 48
+        server = api.Server(serving.engine, ["one"], also=api.Server(chats, ["two"]))
+    for one in server.all():
+        server.teller(one)("3 running")
+    server.also.teller(server.also)("alone")
+    assert lines == ["one: 3 running", "two: 3 running", "alone"]
 
 
 def test_the_first_leaves_room_on_a_gpu_and_the_second_has_the_rest():
