@@ -140,8 +140,8 @@ def run_random_workloads(checkpoints, references, name, which, max_examples, eno
                 assert sample.token_ids == expected, where
 
     def check_logprobs(ask: dict, output, where: str) -> None:
-        """One entry for each token; what they say is test_logprobs' business, but for the prompt's,
-        which may not depend on anything."""
+        """One entry for each token. What they say is tested in test_request_logprobs, but for the
+        prompt's, which may not depend on anything."""
         for sample in output.outputs:
             assert (sample.logprobs is None) == (ask["logprobs"] is None), where
             entries = zip(sample.token_ids, sample.logprobs or [], strict=bool(sample.logprobs))

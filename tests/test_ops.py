@@ -253,7 +253,7 @@ def test_attention(ops, dtype, case, window, softcap, sinks, image):
     numbers, which must not leak in, not even multiplied by zero. image: all tokens are in images of
     so many, which see each other."""
     shapes = SHAPES if dtype is not torch.float16 else SHAPES[1::2]
-    if ops.__name__.endswith(".triton_attention"):  # it is slow here: test_kernels has more of it
+    if ops.__name__.endswith(".triton_attention"):  # slow here: test_triton_attention has more
         if case != "few" or dtype is not torch.float32:
             return
         shapes = SHAPES[3:4] if window == 30 else SHAPES[:1]
@@ -325,7 +325,7 @@ def test_norm_rope_store(ops, dtype, shape, tokens, norms):
     """q comes back normalised and turned. What was stored is seen through attention: a query in
     the direction of one key, far away from all others, gets that key's value."""
     if ops.__name__.endswith(".triton_attention") and tokens == 40 and shape != SHAPES[0]:
-        pytest.skip("the interpreter is slow: test_kernels has more of it")
+        pytest.skip("the interpreter is slow: test_triton_attention has more")
     num_heads, num_kv_heads, head_dim, block_size = shape
     qkv = numbers(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     qkv[0] *= 1e-3  # beside its squares eps counts

@@ -21,7 +21,7 @@ from test_ops import (  # noqa: F401
 def test_attention_to_keys_and_values_in_8_bits(ops, dtype, case):  # noqa: F811
     """With the numbers that the oracle's rule leaves of K and V: each token's head has
     whole numbers up to 127 and a scale. Some heads are all zeros, some tiny, some huge."""
-    is_slow = ops.__name__.endswith(".triton_attention")  # test_kernels has more of it
+    is_slow = ops.__name__.endswith(".triton_attention")  # test_triton_attention has more
     if is_slow and (case != "few" or dtype is torch.float16):
         pytest.skip("the interpreter is slow")
     for shape in SHAPES[3:4] if is_slow else SHAPES if dtype is not torch.float16 else SHAPES[::2]:

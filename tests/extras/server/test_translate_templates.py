@@ -1,7 +1,7 @@
 """What three coding agents send in five turns, through the templates of real models.
 
 Oracle: the texts and names that were sent, each found in the prompt. The templates are those that
-TRL brings (pip install trl). Rules of theirs, in our words, are in tests/frontend/test_messages.py.
+TRL brings (pip install trl). Rules of theirs, in our words, are in test_messages.py of the base.
 """
 
 import warnings

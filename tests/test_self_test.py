@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import assert_same_text
 from dummy_engines import start
+from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 
 from nanoserve import LLM, SamplingParams, ops
 from nanoserve import self_test as trial

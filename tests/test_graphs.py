@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import assert_same_text
 from helpers import poisoned, watch_steps
+from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 from recorded_graphs import RecordedGraph
 from safetensors.torch import load_file
 

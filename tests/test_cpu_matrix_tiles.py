@@ -1,7 +1,7 @@
 """Products on matrix tiles (AMX): the same oracles as those of `ops`, on any CPU.
 
 On a CPU with AMX the instructions themselves must pass: `python -m pytest -n 0
-tests/device/test_matrix_tiles.py`. Any other CPU runs the loop with the plain bodies of its
+tests/test_cpu_matrix_tiles.py`. Any other CPU runs the loop with the plain bodies of its
 operations, and with the instructions, at which it traps (tile_traps.py).
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 from test_build import (  # noqa: F401
     HERE,
     QUANTISED,

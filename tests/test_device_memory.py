@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from dummy_engines import assert_serves, start
+from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 from test_build import exit_code
 from test_build import start as start_process
 

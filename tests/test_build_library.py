@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 
 from nanoserve import build
 from nanoserve.build import functions_of

@@ -10,6 +10,7 @@ import torch
 from config_files import SIZES
 from dummy_engines import start
 from helpers import write_json
+from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 
 from nanoserve import ops, self_test
 from nanoserve.config import EngineConfig

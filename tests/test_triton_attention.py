@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 from poison import Launches, as_kernels_have_it, make_batch, poisoned_cache
+from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 from torch.testing import assert_close
 
 from nanoserve import ops

@@ -10,6 +10,7 @@ read nor written. What the compiler makes of these kernels: tests/benchmarks/tes
 import numpy as np
 import pytest
 import torch
+from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 
 from nanoserve import ops
 from nanoserve.layers import RotaryEmbedding

@@ -9,6 +9,7 @@ import pytest
 from checkpoints import TINY_CHECKPOINTS, assert_same_text
 from helpers import poisoned, watch_steps
 from kernel_modes import MODES, few
+from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 
 from nanoserve import LLM, SamplingParams, ops
 
