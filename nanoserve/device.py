@@ -186,6 +186,9 @@ def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int
         return config.num_gpu_blocks_override
     if config.kv_cache_memory_bytes is not None:
         budget, reason = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        if device.type == "cpu" and budget * local_size > (free := free_cpu_memory()):
+            raise ValueError(f"kv_cache_memory_bytes={budget:,}, for each rank here, is more than "
+                             f"the {free:,} bytes that are free: lower it")
     else:
         budget, reason = (gpu_budget(config, device, run_largest_step) if device.type == "cuda"
                           else cpu_budget(local_size))
