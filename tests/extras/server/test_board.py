@@ -197,6 +197,13 @@ def test_a_key_is_asked_for_where_the_server_wants_one(browser, monkeypatch):
         say(browser, "Tell me a story.")
         assert browser.js("page.messages[1].content") == answer_of(
             [dict(role="user", content="Tell me a story.")])
+        # All steps need the key, too, which a link doesn't send.
+        browser.events.clear()
+        browser.js("window.open = () => ({set location(url) { location.href = url; }})")
+        browser.js("document.querySelector('#trace').click()")
+        wait_for(browser, "location.protocol === 'blob:' && window.page && !page.messages")
+        browser.settle()
+        assert browser.js("document.querySelector('canvas').width") and not browser.complaints()
 
 
 def test_thoughts_are_shown_and_are_no_part_of_the_conversation(browser, serving):
