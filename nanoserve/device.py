@@ -32,6 +32,7 @@ cache.
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -186,9 +187,9 @@ def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int
         return config.num_gpu_blocks_override
     if config.kv_cache_memory_bytes is not None:
         budget, reason = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
-        if device.type == "cpu" and budget * local_size > (free := free_cpu_memory()):
+        if device.type == "cpu" and budget * local_size > (has := cpu_memory() or sys.maxsize):
             raise ValueError(f"kv_cache_memory_bytes={budget:,}, for each rank here, is more than "
-                             f"the {free:,} bytes that are free: lower it")
+                             f"the {has:,} bytes of this machine's memory: lower it")
     else:
         budget, reason = (gpu_budget(config, device, run_largest_step) if device.type == "cuda"
                           else cpu_budget(local_size))
@@ -215,10 +216,8 @@ def cpu_budget(local_size: int) -> tuple[int, str]:
 def free_cpu_memory() -> int:
     """Bytes that this process may still take: the machine's free memory, or its container's. Where
     the system isn't Linux, half of the physical memory is taken to be free."""
-    try:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, ValueError, OSError):
-        available = UNKNOWN_MEMORY
+    has = cpu_memory()
+    available = UNKNOWN_MEMORY if has is None else has // 2
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -234,6 +233,14 @@ def free_cpu_memory() -> int:
             continue
         available = min(available, allowed - used)
     return max(available, 0)
+
+
+def cpu_memory() -> int | None:
+    """The machine's bytes, free or not; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def _page_cache(stat: Path) -> int:

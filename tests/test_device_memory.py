@@ -33,7 +33,7 @@ def test_kv_cache_memory_bytes_is_met_to_the_block(dummy):
     assert held == 5 * BLOCK_BYTES
     half = start(dummy, kv_cache_memory_bytes=5 * BLOCK_BYTES, dtype="bfloat16", block_size=8)
     assert half.scheduler.blocks.num_blocks == 20  # half the bytes a number, half the tokens
-    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes=1,000,.* bytes that are free"):
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes=1,000,.* bytes of this machine"):
         start(dummy, kv_cache_memory_bytes=10 ** 15)  # reserved, it would fail when it is used
 
 
