@@ -126,8 +126,8 @@ class Server:
     def open(self, path: str, body: dict | None = None):
         """Raises `ValueError` with what the server says."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self.headers)
         try:
+            request = urllib.request.Request(self.url + path, data, self.headers)
             return urllib.request.urlopen(request, timeout=600)
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")
@@ -182,8 +182,11 @@ def events(answer) -> Iterator[Any]:
         return
     for line in answer:
         name, _, data = line.decode().strip().partition(":")
-        if name == "data" and data.strip() not in ("", "[DONE]"):
+        if name == "data" and data.strip() == "[DONE]":
+            return
+        if name == "data" and data.strip():
             yield json.loads(data)
+    raise ValueError("the server broke off in the middle of its answer")
 
 
 def words_in(error: Any) -> str:
@@ -341,7 +344,7 @@ def connect(args: argparse.Namespace) -> Engine | Server:
     """What is talked to. Raises `ValueError`, `OSError`."""
     names = (*FOR_CHATS, "repetition_penalty", "max_tokens")
     given = {name: getattr(args, name) for name in names if name in args}
-    if args.url:
+    if args.url is not None:
         check_no_engine_options(args)
         key = getattr(args, "api_key", None) or os.environ.get("OPENAI_API_KEY")
         return Server(args.url, key, args.model, given)

@@ -192,6 +192,8 @@ def test_a_package_may_bring_the_model(tmp_path, monkeypatch, capsys):
     (["folder", "--temperature", "-1"], "temperature must be"),
     (["folder", "--temprature", "1"], "did you mean --temperature"),
     (["--model", "folder"], "name the model without an option"),
+    (["--url", "http://[no"], "http://[no/v1/models: Invalid IPv6 URL"),
+    (["--url", ""], "is a server there"),
     (["--url", "localhost:1", "--max-model-len", "2k"], "--max-model-len 2000 has no effect with"),
     (["/no/such/folder"], "/no/such/folder")])
 def test_what_can_not_work_is_said_at_once(argv, said, capsys):
@@ -250,6 +252,7 @@ def delta(**entries) -> dict:
      "Yes", ""),  # a server that doesn't stream
     (stream(delta(content="Y"), dict(error="too hot")), None, "too hot"),
     (stream(delta(content="Y"), dict(error=dict(message="too cold"))), None, "too cold"),
+    ((200, "text/event-stream", f"data: {json.dumps(delta(content='Y'))}\n\n"), None, "broke off"),
     (stream(dict(choices=["Yes"])), None, "no chat completion"),
     (stream(["Yes"]), None, "no chat completion"),
     ((200, "text/html", "<p>"), None, "no chat completion"),
