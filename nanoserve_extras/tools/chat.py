@@ -267,6 +267,8 @@ class Session:
         except BrokenPipeError:  # nobody reads on: the command ends
             raise
         except (ValueError, OSError, HTTPException) as error:
+            if any(pieces):
+                print()
             note(f"{error}")
             return
         else:

@@ -93,7 +93,8 @@ def test_after_an_error_the_conversation_is_as_it_was(capsys):
     session = talk("good", "now fail", "again")
     assert contents(session) == ["user: good", "assistant: good", "user: again",
                                  "assistant: again"]
-    assert "the parrot is ill" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "the parrot is ill\n" in err and out == "good \nnow \nagain \n"
 
 
 def teller() -> LLM:
