@@ -133,4 +133,4 @@ def test_a_log_file_gets_lines_and_no_bars(checkpoints, capsys):
     shown = capsys.readouterr()
     assert "\r" not in shown.err + shown.out
     (started,) = shown.err.splitlines()
-    assert started.startswith("nanoserve: qwen3-sharded: Qwen3ForCausalLM")
+    assert started.startswith("nanoserve: qwen3-sharded, cpu")

@@ -138,11 +138,12 @@ def test_a_bias_that_8_bits_cannot_hold_moves_no_logprob(tmp_path, capfd, impl, 
     with LLM(tmp_path, dtype="float32", device="cpu", kv_cache_dtype="int8", model_impl=impl,
              num_gpu_blocks_override=16, skip_tokenizer_init=True) as llm:
         out, = llm.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        told = llm.describe()
     got = torch.tensor([one[token].logprob for one, token in zip(
         out.prompt_logprobs[1:], ids[1:], strict=True)])
     assert (got - wanted).abs().mean() < most
-    said = "1 of 1 layers in float32: their biases" in capfd.readouterr().err
-    assert said == (bias > 10)
+    assert "int8 keys and values" in capfd.readouterr().err
+    assert ("1 of 1 layers in float32: their biases" in told) == (bias > 10)
 
 
 def test_blocks_take_half_of_bfloat16s_bytes_and_a_scale(checkpoints):

@@ -57,6 +57,5 @@ def test_no_layer_goes_around_the_kernels(checkpoints, monkeypatch, capsys):
         monkeypatch.setattr(ops, name, None)
     for name in ("tiny", "tiny-moe", "tiny-gemma"):
         engine = start(checkpoints[name], max_num_seqs=2)
-        said = capsys.readouterr().err
-        assert "triton attention" in said and "very slow" in said
+        assert "Triton's interpreter, very slow" in capsys.readouterr().err
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)

@@ -24,9 +24,10 @@ def greet(plan: Plan, config: EngineConfig, runner: Runner, num_blocks: int) -> 
     ranks = f"{runner.ranks.size} ranks" if runner.ranks.size > 1 else ""
     pools = str(runner.pooler) if runner.pooler else ""
     whose = "" if plan.network == "nanoserve" else f"{plan.network}' network"
-    parts = [shorten(Path(config.model).name, 40, placeholder="..."), whose,
-             device_of(config, runner), config.dtype, *plan.notes, kernels, graphs, ranks, pools,
-             f"a KV cache of {num_blocks * config.block_size:,} tokens",
+    small = "" if config.kv_cache_dtype == "auto" else f"{config.kv_cache_dtype} keys and values"
+    parts = [shorten(Path(config.model).name, 32, placeholder="..."), whose,
+             device_of(config, runner), config.dtype, *plan.notes, small, kernels, graphs, ranks,
+             pools, f"a KV cache of {num_blocks * config.block_size:,} tokens",
              f"max_model_len {config.max_model_len:,}"]
     line = ""
     for part in filter(None, parts):
@@ -49,8 +50,8 @@ def describe(plan: Plan, config: EngineConfig, runner: Runner, num_blocks: int) 
     ranks = f" on {runner.ranks.size} ranks" if runner.ranks.size > 1 else ""
     graphs = f"graphs up to {c.max_num_seqs}" if runner.graphs else "no graphs"
     pools = f", {runner.pooler}" if runner.pooler else ""
-    reserved = " reserved, used as it fills" if c.kernels == "cpu" else ""
     stored = "" if c.kv_cache_dtype == "auto" else f" in {c.kv_cache_dtype}"
+    reserved = " reserved, used as it fills" if c.kernels == "cpu" else ""
     if runner.unrounded:
         reserved += (f" ({len(runner.unrounded)} of {len(runner.kv_shapes)} layers in {c.dtype}: "
                      "their biases are too large for 8 bits)")

@@ -25,17 +25,16 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from nanoserve.config import EngineConfig
+from nanoserve_extras.base.files import private
 from nanoserve_extras.base.words import in_words
 
 VERSION = 2  # the files' format
-PRIVATE = partial(os.open, mode=0o600)  # nobody else can read it: prompts are in it
 CHECKSUM = 16  # bytes that it takes
 OLD_SECONDS = 3600  # a temporary file this old was left by a process that died
 NAME = re.compile(r"[0-9a-f]{64}\.(kv|.+\.tmp)")  # a file of ours: others are left alone
@@ -144,7 +143,7 @@ class Folder:
         own = path.with_suffix(f".{os.getpid()}-{id(self)}.tmp")
         try:
             _delete(own)  # a dead process's, or a link that lies in wait
-            with open(own, "xb", opener=PRIVATE) as file:
+            with open(own, "xb", opener=private) as file:
                 file.write(checksum(digest, data))
                 file.write(data)
             os.replace(own, path)

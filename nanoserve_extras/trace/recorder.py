@@ -39,7 +39,6 @@ from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,11 @@ from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve_extras.base.files import private
 from nanoserve_extras.engine_args import TraceOptions
 from nanoserve_extras.trace.reasons import explain
 
 MAX_STEPS = 20_000
-PRIVATE = partial(os.open, mode=0o600)  # nobody else can read it: prompts are in it
 TEMPLATE = Path(__file__).parent / "trace.html"
 PROMPT_PREVIEW = 120  # characters
 
@@ -279,7 +278,7 @@ class Trace(Extra):
         try:
             text = page(stream) if self.path.suffix == ".html" else json.dumps(chrome_trace(stream))
             half_done.unlink(missing_ok=True)  # left by a process that died, or a planted link
-            with open(half_done, "x", encoding="utf-8", opener=PRIVATE) as file:
+            with open(half_done, "x", encoding="utf-8", opener=private) as file:
                 file.write(text)
             os.replace(half_done, self.path)  # whoever interrupts us leaves the last whole file
         except OSError as error:  # a full disk must not cost the caller their outputs

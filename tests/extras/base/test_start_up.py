@@ -7,6 +7,7 @@ from nanoserve import LLM
 
 @pytest.mark.parametrize("options, words", [
     (dict(kernels="torch"), ["kernels='torch'"]), (dict(quantization="int8"), ["int8"]),
+    (dict(kv_cache_dtype="int8"), ["int8 keys and values"]),
     (dict(runner="pooling", convert="embed"), ["embed"])])
 def test_the_line_fits_a_terminal_and_names_what_is_slow_or_rounded(options, words, capsys):
     with LLM(num_gpu_blocks_override=40, max_model_len=256, dtype="float32", **options) as llm:

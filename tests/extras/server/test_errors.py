@@ -72,7 +72,7 @@ FORM = dict(structured_outputs=dict(regex="[ab]z?"))
 def test_no_decoders_error_shows_an_address(server, monkeypatch, what, path, body, status):
     llm = server.llm
     if what == "tokenizer":
-        monkeypatch.setattr(llm.inputs, "_encode", wrong)
+        monkeypatch.setattr(llm.inputs, "encode", wrong)
     elif what == "template":
         monkeypatch.setattr(llm.tokenizer, "chat_template", TEMPLATE)
     elif what == "grammar":
