@@ -22,8 +22,8 @@ handed out again has lost its old key *before* its new owner can write to it.
 A hash can collide, and a wrong hit is another user's text. So a hit also compares the block's
 tokens and the *identity of its parent's entry*: two different chains can never be taken for one.
 
-Not known here: torch, bytes, devices, who may have how many blocks. Road not taken: a radix tree
-over tokens (Zheng et al. 2023, "SGLang"), which matches at any token, not only between blocks.
+Not known here: torch, bytes, devices, how many blocks a sequence may have. Road not taken: a radix
+tree over tokens (Zheng et al. 2023, "SGLang"), which matches at any token, not only between blocks.
 """
 
 from array import array
@@ -35,7 +35,7 @@ import xxhash
 from nanoserve.hooks import Hooks
 from nanoserve.sequence import CacheEntry, Sequence, visible
 
-ROOT_KEY = b""  # parent of a first block, where the sequence names no root of its own
+ROOT_KEY = b""  # parent key of a first block, unless the request has a `root` of its own
 
 
 class BlockManager:
@@ -94,7 +94,7 @@ class BlockManager:
         return (len(seq.token_ids) - 1) // self.block_size
 
     def next_key(self, seq: Sequence, num_hits: int) -> bytes | None:
-        """The key of the block after so many hits; None if that block may not be one."""
+        """The key of the block after `num_hits` hits; None if that block may not be a hit."""
         return self.keys(seq)[num_hits] if num_hits < self.max_hits(seq) else None
 
     def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
@@ -121,7 +121,8 @@ class BlockManager:
     def num_needed(self, hits: list[CacheEntry], num_tokens: int) -> int:
         """How many free blocks a sequence of `num_tokens` takes if it starts with `hits`.
 
-        A hit that a sequence holds costs nothing. A hit that nobody holds is itself a free block.
+        A hit that some sequence holds takes none. A hit that no sequence holds is one of the free
+        blocks, so it counts.
         """
         num_held = sum(self.ref_counts[entry.block_id] > 0 for entry in hits)
         return self.num_blocks_for(num_tokens) - num_held
@@ -165,20 +166,22 @@ class BlockManager:
             seq.cache_entry = self._enter(seq, i)
 
     def _enter(self, seq: Sequence, i: int) -> CacheEntry | None:
-        """The entry that a look-up of `seq`'s block i finds from now on: one with the same content
-        that is there, or a new one. None after a collision: the first content stays."""
+        """The entry that a look-up of `seq`'s block i finds from now on: an old one with the same
+        content, or a new one. None if the key collides with other content, which stays."""
         key, block_id = self.keys(seq)[i], seq.block_table[i]
         tokens = seq.token_ids[i * self.block_size:(i + 1) * self.block_size]
         content = seq.request.contents.get(i, b"")
         parent = seq.cache_entry if i > 0 else seq.request.root
-        there = self.cached.get(key)
-        if there is not None and there.parent is parent:
-            is_same = there.tokens == tokens and there.content == content
-            return there if is_same else None
-        if there is not None and there.tokens != tokens:
-            return None
-        if there is not None:  # a leftover: its parent was evicted, and computed anew
-            self._forget(there.block_id)
+        old = self.cached.get(key)
+        if old is not None:
+            if old.parent is parent:
+                is_same = old.tokens == tokens and old.content == content
+                return old if is_same else None
+            if old.tokens != tokens:
+                return None
+            # The old entry's parent was evicted and computed again, as another entry. So no
+            # look-up can reach the old entry.
+            self._forget(old.block_id)
         entry = CacheEntry(key, block_id, tokens, parent, content)
         self.cached[key] = self.entry_of[block_id] = entry
         for tell in self.hooks.committed:
@@ -213,7 +216,7 @@ class BlockManager:
         seq.num_committed_blocks = 0
 
     def _dereference(self, block_id: int) -> None:
-        """Drop a reference. Without any the block is free: reused last, or first if it is blank."""
+        """Drop a reference. A block without any is free: reused last, or first if it is blank."""
         self.ref_counts[block_id] -= 1
         if self.ref_counts[block_id] == 0:
             self.free_blocks[block_id] = None
@@ -221,7 +224,7 @@ class BlockManager:
                 self.free_blocks.move_to_end(block_id, last=False)
 
     def _forget(self, block_id: int) -> None:
-        """Drop the block's cache entry, if it has one; a free block is blank then."""
+        """Drop the block's cache entry, if it has one. If the block is free, it is blank then."""
         entry = self.entry_of[block_id]
         if entry is not None:
             self.entry_of[block_id] = None
@@ -233,7 +236,7 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block (after new weights, say). False, and no change, while any block
-        is referenced: its owner would go on to commit children of a forgotten prefix."""
+        is referenced: its sequence would go on to commit children of a forgotten prefix."""
         if self.num_free_blocks < self.num_blocks:
             return False
         for entry in list(self.cached.values()):

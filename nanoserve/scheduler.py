@@ -1,8 +1,9 @@
-"""Continuous batching under one token budget: who computes how many tokens in this step.
+"""Continuous batching under one token budget: how many tokens of which sequence a step computes.
 
 A step has a budget of `max_num_batched_tokens` tokens. Each sequence that decodes gets 1. Prompts
-get the rest, in `order`; one that gets fewer tokens than it has goes on in the next step (chunked
-prefill; Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 2022, "Orca").
+get the rest, in `order`. A prompt that gets fewer tokens than it has continues in the next step
+(chunked prefill; Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 2022,
+"Orca").
 
     budget 8      step 0        step 1        step 2        step 3
     A (5 tokens)  ●●●●● ↦ a     ○ ↦ a         ○ ↦ a         ○ ↦ a       ● prompt token
@@ -18,7 +19,7 @@ next step can be scheduled while a step runs (overlap), and a failed step is dro
 counts: nothing is rolled back. The device runs steps in order, so blocks of a sequence that ends
 are free at once: their next owner writes later than any step in flight.
 
-Not known here: torch, text, devices. Road not taken: to swap a victim's KV to the host.
+Not known here: torch, text, devices. Road not taken: swapping a victim's KV to the host's memory.
 """
 
 from bisect import bisect_left, insort
@@ -38,10 +39,10 @@ ORDER = attrgetter("order")
 class Scheduler:
     """Owns every sequence's progress: `add`, then `schedule` and `update` in turn, or `finish`.
 
-    config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: see `BlockManager`.
-    most_drafts: how many drafts a row may have at most, where there are buffers for so many of
-    each row; None: there are none, and drafts take the buffers of free rows. vocab_size: the number
-    of token ids, from 0 on.
+    config: a resolved `EngineConfig`. num_blocks: how many KV blocks there are. window: see
+    `BlockManager`. most_drafts: for how many drafts of each row the runner has buffers; None: it
+    has buffers for one sample of each row, and drafts take those of rows that sample nothing.
+    vocab_size: token ids are below this.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None,
@@ -53,11 +54,11 @@ class Scheduler:
         self.max_num_seqs: int = config.max_num_seqs
         self.is_chunked = config.enable_chunked_prefill
         self.interrupts = config.scheduling_policy == "priority"
-        self.in_stages = config.steps_at_once > 1  # then a sequence is in one step at a time
+        self.in_stages = config.steps_at_once > 1  # then no sequence is in two steps at once
         self.most_drafts, self.vocab_size = most_drafts, vocab_size
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
                                    window, self.hooks)
-        self.waiting: list[Sequence] = []  # sorted by order(); the first is the next
+        self.waiting: list[Sequence] = []  # sorted by `order`; the first is admitted next
         self.running: list[Sequence] = []  # sorted, too; the last is the first victim
         self.free_rows = list(range(config.max_num_seqs))
         self.in_flight: deque[Step] = deque()
@@ -69,8 +70,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, and compute its block keys, so that no step has to wait for them.
 
-        Raises `ValueError` for one that could only wait for ever. The last output token is never
-        computed: 64 slots serve 65 tokens, or 64 of a pooled prompt.
+        Raises `ValueError` for one that can never fit in the KV cache. The last output token is
+        never computed: 64 slots serve 65 tokens, or 64 of a pooled prompt.
         """
         capacity = self.blocks.num_blocks * self.blocks.block_size
         longest = seq.request.max_num_tokens
@@ -87,7 +88,8 @@ class Scheduler:
         """A new sequence's key in both queues; the smallest is first. The key is unique and never
         changes, so a preempted sequence returns to its old position.
 
-        "fcfs" is first come, first served. "priority" has the lowest number first, then the same.
+        "fcfs" is first come, first served. "priority" has the lowest number first; equal
+        ones are first come, first served.
         "shortest" is shortest job first, with aging: a prompt of 1,000 tokens is as urgent as one
         of 10 that came 0.99 seconds later. All waiting times grow at the same rate, so the order of
         two sequences never changes, and no sequence starves.
@@ -103,13 +105,15 @@ class Scheduler:
         """Give out the budget: a token to each sequence that decodes, the rest to prompts."""
         step = Step(self.num_steps, budget=self.max_num_batched_tokens)
         self.num_steps += 1
-        self.in_flight.append(step)  # from here on, so that it can be dropped if an extra fails
+        self.in_flight.append(step)  # before extras are called: if one fails, the step is dropped
         if self.interrupts:
             self._interrupt(step)
         prompts = self._schedule_decodes(step)
         self._schedule_prompts(step, prompts)
         if not step.num_new_tokens:
             self.in_flight.pop()
+        # With nothing in flight and nothing preempted, no sequence may run, and only deferred ones
+        # may wait. Otherwise the engine would never go on.
         assert self.in_flight or step.preempted or (
             not self.running and (step.deferred or not self.waiting)), (
             f"stuck: nothing is scheduled for {[one.name for one in self.running + self.waiting]}")
@@ -119,37 +123,38 @@ class Scheduler:
         """A token for each running sequence that decodes. This loop is the hot path. The budget
         covers all of them, because it is at least `max_num_seqs`.
 
-        Returns the running prompts, whose gap is larger. They get blocks here and tokens later: one
-        that lacks blocks preempts the last in the order, which must have no share by then.
+        Returns the running prompts, whose gap is larger. They get blocks here and tokens later,
+        since a prompt that lacks blocks preempts sequences, which must not have a share yet.
         """
         block_size, in_stages = self.blocks.block_size, self.in_stages
         prompts: list[Sequence] = []
         rows = self.running  # `_make_room` may take victims off its end
         if step.blocked_on is not None:
-            rows = self.running[:-1]  # the last must make way: `_interrupt` waits for it
+            rows = self.running[:-1]  # `_interrupt` waits to preempt the last one: no share for it
         for seq in rows:
             start = seq.num_computed_tokens + seq.num_inflight_tokens
             num_tokens = len(seq.token_ids) + seq.num_unknown_tokens
             if seq.num_unknown_tokens and (
                     in_stages or seq.request.needs_output_tokens
                     or num_tokens >= seq.request.max_num_tokens):
-                continue  # the next draw needs the unknown token, or it is the last (8th of 8)
+                continue  # the next draw needs the unknown token, or that is the last (8th of 8)
             gap = num_tokens - start
             end = start + (gap if gap <= 1 else min(gap, step.budget))
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
             if gap > 1:
                 prompts.append(seq)
-            elif gap == 1:  # with k drafts in flight the gap is 1 - k, until they are checked
+            elif gap == 1:  # with k drafts in flight the gap is 1 - k, until these are checked
                 self._add_row(step, seq, start, 1)
         return prompts
 
     def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
-        """Preempt from the tail until `seq` has blocks for `num_tokens`. No new sequence is then
-        admitted: it would take the blocks that a running one waits for.
+        """Preempt the last running sequences until `seq` has blocks for `num_tokens`. After that no
+        new sequence is admitted: it would take the blocks that a running one waits for.
 
-        False, and neither `seq` nor those after it get a share, if `seq` itself was preempted or a
-        step in flight computes the next victim. As `running` is sorted, no victim has a share yet.
+        Returns False if `seq` itself was preempted, or if a step in flight still computes the next
+        victim. Then neither `seq` nor any sequence after it gets a share. As `running` is sorted,
+        no victim has a share yet.
         """
         while not self.blocks.allocate(seq, num_tokens):
             num_missing = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
@@ -164,7 +169,7 @@ class Scheduler:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """`seq`, which runs and is in no step in flight, waits again with all its tokens."""
+        """Let a running sequence wait again, with all its tokens. No step in flight computes it."""
         self.running.remove(seq)
         self._retire(seq)
         seq.num_computed_tokens = 0
@@ -172,8 +177,8 @@ class Scheduler:
         insort(self.waiting, seq, key=ORDER)
 
     def _schedule_prompts(self, step: Step, prompts: list[Sequence]) -> None:
-        """What decodes have left goes to the running `prompts` and to waiting ones, in order: a
-        prompt of 3,000 tokens that runs already does not hold up an urgent one that waits."""
+        """Give the budget that decodes have left to the running `prompts` and to waiting ones, in
+        order: a running prompt of 3,000 tokens does not hold up an urgent one that waits."""
         while step.budget > 0:
             running, new = prompts[0] if prompts else None, self._next_waiting(step)
             if new and (running is None or new.order < running.order):
@@ -187,15 +192,15 @@ class Scheduler:
 
     def _next_waiting(self, step: Step) -> Sequence | None:
         """The first waiting sequence that is not deferred; None if admission has stopped or no row
-        is left. Each deferred one reserves a row."""
+        is left. The deferred ones come first in `waiting`, and each of them reserves a row."""
         place = len(step.deferred)
         if step.blocked_on is not None or place >= min(len(self.waiting), len(self.free_rows)):
             return None
         return self.waiting[place]
 
     def _add_chunk(self, step: Step, seq: Sequence) -> bool:
-        """A running prompt's next chunk. False if all that is left of it must be computed at once,
-        and is more than the budget."""
+        """Add a running prompt's next chunk. Returns False if the rest of the prompt must be
+        computed at once, and is more than the budget."""
         start = seq.num_computed_tokens + seq.num_inflight_tokens
         num_new = min(len(seq.token_ids) - start, step.budget)
         if start + num_new < len(seq.token_ids) and not self.is_chunked:
@@ -205,19 +210,19 @@ class Scheduler:
         return True
 
     def _cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
-        """How many of a chunk's tokens the extras leave it, 0 for no chunk."""
+        """How many of a chunk's `num_new` tokens the extras allow; 0: no chunk in this step."""
         for cut in self.hooks.cut:
             num_new = cut(step, seq, start, num_new)
         return num_new
 
     def _admit(self, step: Step, seq: Sequence) -> None:
-        """Let a waiting sequence run, or note what it lacks: then none after it starts.
+        """Let a waiting sequence run, or note what it lacks: then no sequence after it starts.
 
         One exception: while the next block of `seq` is being computed for another sequence, or
-        read from a file, `seq` is *deferred*, and hits the block later. Those after it may
+        read from a file, `seq` is *deferred*, and hits the block later. Sequences after it may
         start only if the step holds all of their tokens: they only decode from then on. A deferred
-        sequence reserves a row, so at most `max_num_seqs` do: no step searches a long queue
-        of requests that wait for the same block.
+        sequence reserves a row, so at most `max_num_seqs` sequences are deferred: no step searches
+        a long queue of requests that wait for the same block.
         """
         hits = self.blocks.find_prefix(seq)
         if owner := self._pending(seq, len(hits)):
@@ -243,8 +248,8 @@ class Scheduler:
 
     def _what_it_lacks(self, step: Step, seq: Sequence, hits: list[CacheEntry],
                        num_left: int) -> tuple[Sequence, str, int] | None:
-        """Why a waiting sequence with `num_left` tokens to compute can't start, as
-        `Step.blocked_on` says it; None if it can."""
+        """Why a waiting sequence with `num_left` tokens to compute can't start: a value for
+        `Step.blocked_on`; None if it can."""
         must_be_whole = step.deferred or not self.is_chunked
         if num_left > step.budget and must_be_whole:
             return seq, "tokens", num_left
@@ -256,7 +261,7 @@ class Scheduler:
         return None
 
     def _start(self, step: Step, seq: Sequence, hits: list[CacheEntry]) -> None:
-        """A waiting sequence gets a row, and the blocks of its prefix hit."""
+        """Let a waiting sequence run. It gets a row, and the blocks of its prefix hit."""
         del self.waiting[len(step.deferred)]
         insort(self.running, seq, key=ORDER)
         step.admitted.append(seq)
@@ -265,20 +270,20 @@ class Scheduler:
         self.blocks.share(seq, hits)
 
     def _pending(self, seq: Sequence, num_hits: int) -> Sequence | None:
-        """For whom a step in flight, or this one, computes the next block of `seq`. It is `seq`
-        itself while the block is read from a file."""
+        """The sequence for which a step in flight, or this step, computes the next block of `seq`:
+        `seq` itself while the block is read from a file, None if no step computes it."""
         key = self.blocks.next_key(seq, num_hits)
         if key is None:
             return None
-        for one in self.in_flight:  # the last is this step
-            if key in one.pending_keys:
-                return one.pending_keys[key]
+        for step in self.in_flight:  # the last is the step that is being scheduled
+            if key in step.pending_keys:
+                return step.pending_keys[key]
         return seq if any(is_reading(seq) for is_reading in self.hooks.is_reading) else None
 
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int,
                  num_loaded: int = 0) -> None:
         """Let the step compute `num_new` tokens from position `start` on, and load the `num_loaded`
-        tokens before. Both are in flight until the step has finished."""
+        tokens before `start`. All of them are in flight until the step has finished."""
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
         step.budget -= num_new
@@ -299,11 +304,12 @@ class Scheduler:
 
     def add_drafts(self, step: Step) -> None:
         """Ask extras for draft tokens of the decoding rows of a scheduled step, within the budget
-        and blocks that are left. With 7 of 10 tokens known: at most 2, since the step samples the
-        third.
+        and blocks that are left. If 7 of at most 10 tokens are known, a row gets 2 drafts at most,
+        since the step samples one token more than it has drafts.
 
-        Each draft is one sample more. An engine without `most_drafts` has room for `max_num_seqs`
-        samples. It has no extra that guesses, but it may have one that forces tokens.
+        Each draft adds one sample. An engine without `most_drafts` has room for `max_num_seqs`
+        samples. None of its extras guesses tokens (`Extra.draft`), but one may force them
+        (`Extra.force`).
         """
         if step.preempted:
             return
@@ -311,8 +317,9 @@ class Scheduler:
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)
             room = (len(seq.block_table) + self.blocks.num_free_blocks) * self.blocks.block_size
+            buffers = num_free if self.most_drafts is None else self.most_drafts
             most = min(step.budget, seq.request.max_num_tokens - 1 - num_known, room - num_known,
-                       num_free if self.most_drafts is None else self.most_drafts)
+                       buffers)
             is_decode = start == num_known - 1 and num_known > seq.num_prompt_tokens
             if not is_decode or most <= 0:
                 continue
@@ -327,9 +334,9 @@ class Scheduler:
                     break  # the first extra that has drafts gives them
 
     def _ask(self, ask: Callable, step: Step, seq: Sequence, most: int) -> list[int]:
-        """Up to `most` drafts of an extra. A wrong answer ends this sequence's request and no
-        other: an id beyond the vocabulary would be looked up outside of the embedding. -1 stands
-        for a draft that the extra will fill in."""
+        """Up to `most` drafts from the hook `ask`. An invalid answer ends this sequence's request
+        and no other: an id beyond the vocabulary would read outside of the embedding. -1 stands for
+        a draft that the extra fills in later."""
         found = ask(seq, most)
         if isinstance(found, list) and all(
                 isinstance(draft, int) and -1 <= draft < self.vocab_size for draft in found[:most]):
@@ -341,14 +348,15 @@ class Scheduler:
 
     def _interrupt(self, step: Step) -> None:
         """Policy "priority": preempt running sequences, the last first, while the first waiting one
-        is earlier in the order and lacks a row or blocks. A sequence that a step in flight still
-        computes gets no share of this step, and the next call preempts it."""
+        is earlier in the order and lacks a row or blocks. If a step in flight still computes the
+        last running sequence, that one gets no share of this step, and the next call preempts it.
+        """
         while self.running and self.waiting and self.waiting[0].order < self.running[-1].order:
             seq, last = self.waiting[0], self.running[-1]
             hits = self.blocks.find_prefix(seq)
             num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
             fits = self.free_rows and num_needed <= self.blocks.num_free_blocks
-            if fits or self._pending(seq, len(hits)):  # or it would be deferred anyway
+            if fits or self._pending(seq, len(hits)):  # it starts, or is deferred: no victim needed
                 return
             if last.num_inflight_tokens:
                 step.blocked_on = last, "step", 0
@@ -394,8 +402,8 @@ class Scheduler:
                 step.accepted[seq] = tokens
 
     def _count_computed(self, step: Step) -> list[Sequence]:
-        """Tokens in flight become computed ones. Returns the sequences that may have filled a block
-        by that."""
+        """Count the step's tokens as computed. Returns the sequences that may have filled a block
+        with them."""
         block_size, may_have_filled = self.blocks.block_size, []
         for seq, num_new in step.num_new_tokens.items():
             num_done = num_new + step.num_loaded.get(seq, 0)
@@ -408,7 +416,7 @@ class Scheduler:
         return may_have_filled
 
     def _end(self, seq: Sequence, newest: int) -> None:
-        """End a sequence after its newest token: a stop token, or the last that fits."""
+        """End a sequence after its newest token, which is a stop token or the last one allowed."""
         request = seq.request
         if newest not in request.stop_ids or any(ask(seq) for ask in self.hooks.gave_up):
             self.finish(seq, "length")
@@ -419,8 +427,9 @@ class Scheduler:
                num_tokens: int | None = None) -> None:
         """End a sequence in whatever state it is; ending it twice is harmless.
 
-        num_tokens: how many tokens it keeps, if a step brought more. If its last token has ended it
-        and also completes a stop string, the reason becomes "stop": the text is cut at the string.
+        num_tokens: how many tokens the sequence keeps, if a step brought more. If its last token
+        has ended it and also completes a stop string, the reason becomes "stop": the text is cut at
+        the string.
         """
         if num_tokens is not None:
             del seq.token_ids[num_tokens:]
@@ -446,7 +455,7 @@ class Scheduler:
                 tell(step)
 
     def _retire(self, seq: Sequence) -> None:
-        """`seq` stops running: give its row and its blocks back."""
+        """Give back the row and the blocks of a sequence that stops running."""
         self.free_rows.append(seq.row)
         seq.row = -1
         self.blocks.free(seq)

@@ -26,13 +26,14 @@ mean one thing each, everywhere:
     query_len            num_new_tokens of a row
     seq_len              tokens a row attends to: everything before the step plus query_len
     cu_seqlens_q         running sum of the query lengths, with a leading 0
-    order                who goes first: a sequence's sort key in both queues, `Scheduler.order`
-    depth                how many steps stay in flight while the next is scheduled: 0, with overlap
-                         1, and with overlap and n pipeline stages n - 1
+    order                a sequence's sort key in both queues, from `Scheduler.order`: the smallest
+                         is first
+    depth                how many steps stay in flight while the next is scheduled: 0 without
+                         overlap, 1 with it, and n - 1 if there are n > 1 pipeline stages as well
     prepack              lay a weight out as a device multiplies with it: `ops.prepack`
 
 Invariant: one owner per fact. The scheduler changes a sequence's progress and the block manager its
-blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a model.
+blocks; all other modules only read. Nothing here knows torch, a tokenizer, or a model.
 """
 
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ NO_TOKEN = -1  # a sample whose logits are no numbers: NaN or infinity
 
 @dataclass(frozen=True, eq=False)
 class CoreRequest:
-    """What scheduler, batch and sampler know of a request: its n samples share this record, which
+    """What scheduler, batch and sampler know of a request. Its n samples share this record, which
     `Request.start` makes when the request is submitted."""
 
     request_id: str
@@ -57,18 +58,19 @@ class CoreRequest:
     arrival_time: float = 0.0  # in seconds, by any clock that all requests share
     max_num_tokens: int = 0  # prompt plus output of a sample never grow beyond this
     stop_ids: frozenset[int] = frozenset()  # EOS and stop tokens that end a sample
-    eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
+    eos_ids: frozenset[int] = frozenset()  # the stop_ids that are EOS: these give no stop_reason
     late_ids: frozenset[int] = frozenset()  # tokens not allowed before params.min_tokens
     bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
     adapter_id: int = 0  # 0: no LoRA adapter
     root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
-    contents: dict[int, bytes] = field(default_factory=dict)  # a block's index: its image's hash
+    contents: dict[int, bytes] = field(default_factory=dict)  # block index -> its image's hash
 
     @cached_property
     def needs_output_tokens(self) -> bool:
-        """Whether the next draw must know the values of all output tokens before."""
+        """Whether the values of all earlier output tokens must be known before the next draw."""
         params = self.params
-        has_grammar = (params.structured_outputs, params.thinking_token_budget) != (None, None)
+        has_grammar = (params.structured_outputs is not None
+                       or params.thinking_token_budget is not None)
         has_penalties = (params.repetition_penalty, params.frequency_penalty,
                          params.presence_penalty) != (1, 0, 0)
         has_long_words = any(len(word) > 1 for word in self.bad_word_ids)
@@ -155,26 +157,33 @@ class Step:
     index: int
     num_new_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
-    sampling: list[Sequence] = field(default_factory=list)  # close their gap, so each samples
-    drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each draft: one sample more
-    network: int = 0  # network 0 is served; network 1 drafts for it, greedily
+    sampling: list[Sequence] = field(default_factory=list)  # those that close their gap
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each adds one sample
+    network: int = 0  # 0: the served model; 1: the network that drafts for it, greedily
     shift: int = 0  # 1: a position's input is the token after it
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
-    budget: int = 0  # how many more tokens it may compute
-    admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
-    preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
-    # Deferred sequence: the one that computes its next block (itself, if the block is being read
-    # from a file).
+    budget: int = 0  # how many more tokens the step may compute
+    admitted: list[Sequence] = field(default_factory=list)  # started or restarted in this step
+    # Victim -> the sequence that gets its blocks.
+    preempted: dict[Sequence, Sequence] = field(default_factory=dict)
+    # Deferred sequence -> the sequence that computes its next block (itself, if the block is being
+    # read from a file).
     deferred: dict[Sequence, Sequence] = field(default_factory=dict)
-    # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
-    # "blocks", "budget", "tokens" (budget for all of its tokens at once), "cut" (an extra's
-    # `Extra.cut` leaves it none of them), or "step" (it must make way, but a step in flight still
-    # computes it). No sequence after it is admitted.
+    # The first sequence that got no share, the reason, and how many blocks or tokens it needs:
+    #   "blocks"  too few blocks are free
+    #   "budget"  other sequences took the whole budget
+    #   "tokens"  all its tokens must be computed at once, and the budget is smaller
+    #   "cut"     an extra (`Extra.cut`) left it no token
+    #   "step"    it must be preempted, but a step in flight still computes it
+    # No sequence after it is admitted.
     blocked_on: tuple[Sequence, str, int] | None = None
-    pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
-    num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host
-    block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
-    failed: dict[Sequence, str] = field(default_factory=dict)  # who ends with this step, and why
+    # The keys of the blocks that this step fills or loads -> the sequence for which it does.
+    pending_keys: dict[bytes, Sequence] = field(default_factory=dict)
+    num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens whose KV is copied in
+    # Copies between KV memory and the host's: (block, i) saves a block to host block i, and
+    # (block, -1 - i) loads it from there.
+    block_moves: list[tuple[int, int]] = field(default_factory=list)
+    failed: dict[Sequence, str] = field(default_factory=dict)  # sequences to end -> the reason
     # An extra may add a section to the batch (`RankParts.sections`). Here are its numbers by row,
     # which the extra fills in while it is `launching`. A section that is not here is empty.
     sections: dict[str, dict[Sequence, int]] = field(default_factory=dict)
@@ -194,8 +203,9 @@ class Step:
         return [seq for seq in self.sampling for _ in range(1 + len(self.drafts.get(seq, ())))]
 
     def outcome(self, sampled: list[int | None]) -> dict[Sequence, list[int]]:
-        """Each sequence's new tokens, given one for each of `samples()`. A pooled prompt has none.
-        With drafts they end at the first that differs from its draft, or that ends the sequence.
+        """The new tokens of each sequence. sampled: one token for each of `samples()`, None for a
+        pooled prompt, which gets no token. The tokens of a sequence with drafts end at the first
+        that differs from its draft, or that ends the sequence.
 
         Example: drafts 5 6 7, sampled 5 6 9 4 gives 5 6 9. The 4 would have followed a 7.
         """
@@ -211,16 +221,17 @@ class Step:
         return result
 
     def without_token(self, sampled: list[int | None]) -> list[Sequence]:
-        """The sequences that got `NO_TOKEN`. Behind a wrong draft it does not count."""
+        """The sequences that got `NO_TOKEN`. One after a wrong draft does not count."""
         if NO_TOKEN not in sampled:
             return []
         return [seq for seq, tokens in self.outcome(sampled).items() if NO_TOKEN in tokens]
 
     def by_sequence(self, results: dict[int, object]) -> dict[Sequence, list]:
-        """Group results by sequence. results: of some of `samples()`, by their index in it."""
-        samples, found = self.samples(), dict[Sequence, list]()
-        for place, result in results.items():
-            found.setdefault(samples[place], []).append(result)
+        """Group results by sequence. results: index in `samples()` -> result, for some indices."""
+        samples = self.samples()
+        found: dict[Sequence, list] = {}
+        for i, result in results.items():
+            found.setdefault(samples[i], []).append(result)
         return found
 
     def __str__(self) -> str:
@@ -249,9 +260,11 @@ def accepted_tokens(sampled: list[int | None], drafts: list[int],
 
 
 def visible(query: Any, key: Any, window: int | None, last: Any) -> Any:
-    """Whether a query sees a key, by their positions: numbers, or arrays that broadcast. Attention
-    and the block manager share this rule: a block of keys that the next query does not see is given
-    back, so no later query may see them either. window: how many keys a query sees at most, its own
-    included; None: all before it. last: the last key in sight, which is the query's own, or the
-    last of the image in which the query stands."""
+    """Whether a query sees a key. query, key: positions, as numbers or as arrays that broadcast.
+
+    Attention and the block manager share this rule. A block whose keys the next query does not see
+    is given back, so no later query may see these keys either. window: how many keys a query sees
+    at most, its own included; None: no limit. last: the last key that the query sees, which is its
+    own, or the last one of the image that the query belongs to.
+    """
     return (key <= last) & (window is None or key > query - window)
