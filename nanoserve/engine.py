@@ -1,7 +1,7 @@
 """The loop: `LLMEngine` takes requests in, runs them step by step, and hands outputs over.
 
     submit ──► Request ──► Scheduler.waiting
-                               │ schedule()     who computes how many tokens
+                               │ schedule()     how many tokens of which sequence
                 ┌───────────► Step ──► ModelRunner.launch()    forward, sample
             next step                       │ tokens, on the device
                 └───────────── Scheduler.update() ──► Request.output() ──► inbox
@@ -17,9 +17,9 @@ Invariant: a step takes effect in `Scheduler.update()` and not before. So after 
 within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
 except while an engine of one rank launches a step.
 
-Not known here: checkpoints, devices, how prompts are checked, and optional ideas by their names:
-these are *extras* (hooks.py). Road not taken: a thread of the engine's own that steps by itself, as
-in a server; a loop can be followed in a debugger.
+Not known here: checkpoints, devices, how prompts are checked. Optional ideas are *extras*
+(hooks.py); the engine does not know their names. Road not taken: an engine that steps by itself in
+a thread of its own, as in a server; a loop in the caller's thread can be followed in a debugger.
 """
 
 import os
@@ -42,8 +42,8 @@ from nanoserve.turns import Turns
 class LLMEngine:
     """The engine of one model; `LLM` makes it. Names are those of vLLM's `LLMEngine`.
 
-    runner: its KV cache of `num_blocks` is allocated. inputs: makes a checked request of a prompt
-    and its parameters.
+    runner: already has its KV cache of `num_blocks` blocks. inputs: makes a checked request from a
+    prompt and its parameters.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
@@ -55,9 +55,9 @@ class LLMEngine:
                                    runner.model_config.vocab_size)
         self.depth = max(1, config.steps_at_once - 1) if config.async_scheduling else 0
         self.requests: dict[str, Request] = {}
-        self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
+        self.inbox: list[RequestOutput] = []  # outputs of `add_request`'s requests, for step()
         self.turns, self.in_step = Turns(), False
-        self.num_arrived, self.names = 0, count(1)  # names: of requests that come without one
+        self.num_arrived, self.names = 0, count(1)  # names: ids for requests without one
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         for extra in extras:
             extra.engine = weakref.proxy(self)
@@ -65,19 +65,19 @@ class LLMEngine:
         self.hooks.keep(self.extras)
 
     def check_added(self, extra: hooks.Extra) -> None:
-        """Raises `ValueError` for an extra that changes how an engine is made: weights, cache and
-        buffers are there by now."""
+        """Raises `ValueError` for an extra that changes how an engine is made: this engine's
+        weights, cache and buffers exist already."""
         hooks.checked([*self.extras, extra])
         if hooks.most_drafts([extra]) and self.scheduler.most_drafts is None:
-            raise ValueError(f"{extra.name} drafts: an engine for that has no overlap, and "
-                             "buffers for it: make the engine with extras=[...]")
+            raise ValueError(f"{extra.name} drafts tokens, but this engine was made with overlap "
+                             "or without buffers for drafts: make the engine with extras=[...]")
         if type(extra).prepare is not hooks.Extra.prepare:
-            raise ValueError(f"{extra.name} can't be added to an engine that runs, which has been "
-                             "made without it: make the engine with extras=[...]")
+            raise ValueError(f"{extra.name} can't be added to an engine that runs, because it "
+                             "changes how one is made: make the engine with extras=[...]")
 
     def add(self, extra: hooks.Extra) -> None:
-        """Hand over one more extra, between two steps. It is asked after all others. Raises
-        `ValueError`, and adds nothing, where `check_added` does."""
+        """Add one more extra, between two steps. Its hooks are called after those of all others.
+        If `check_added` raises `ValueError`, nothing is added."""
         with self.turns:
             self.check_added(extra)
             extra.engine = weakref.proxy(self)
@@ -86,8 +86,8 @@ class LLMEngine:
             self.hooks.keep(self.extras)
 
     def remove(self, extra: hooks.Extra) -> None:
-        """Take an extra back, between two steps. It isn't closed. Raises `ValueError` for one that
-        the engine doesn't have."""
+        """Remove an extra, between two steps. Its `close` is not called. Raises `ValueError` for
+        one that the engine doesn't have."""
         with self.turns:
             if extra not in self.extras:
                 raise ValueError(f"{extra!r} can't be removed: it is not among llm.extras")
@@ -99,9 +99,9 @@ class LLMEngine:
     def make_request(self, request_id: str, prompt: Prompt,
                      sampling_params: SamplingParams | None = None, priority: int = 0,
                      **given: object) -> Request:
-        """Tokenise and check a request. Queues nothing; raises `ValueError`. What passes fits in
-        the KV cache, because a sequence of `max_model_len` tokens does. given: what an extra takes
-        with a request, an adapter say."""
+        """Tokenise and check a request. Queues nothing; raises `ValueError`. Every accepted request
+        fits in the KV cache, because a sequence of `max_model_len` tokens does. given: arguments
+        for extras, such as an adapter."""
         self.check_ready()
         request = self.inputs.process(request_id, prompt, sampling_params, priority, **given)
         request.check_taken(self.hooks.takes)
@@ -111,8 +111,9 @@ class LLMEngine:
 
     def make_requests(self, prompts: Prompt | list[Prompt], sampling_params: object = None,
                       **given: object) -> list[Request]:
-        """One for each prompt, all of them checked before any is queued. sampling_params and what
-        is given: a value for all prompts, or a list with one for each."""
+        """Make one request for each prompt. Queues nothing; raises `ValueError` if any prompt is
+        invalid. sampling_params, and each argument in `given`: a value for all prompts, or a list
+        with one for each."""
         self.check_open()
         requests = []
         asked = self.inputs.requests_of(prompts, sampling_params=sampling_params, **given)
@@ -120,7 +121,7 @@ class LLMEngine:
             try:
                 requests.append(self.make_request("", **arguments))
             except ValueError as error:
-                requests.clear()  # whoever keeps the error would keep them, and their adapters
+                requests.clear()  # the traceback would keep them and their adapters alive
                 where = f"prompt {i}: " if len(asked) > 1 else ""
                 raise ValueError(f"{where}{error}") from error
         return requests
@@ -130,12 +131,12 @@ class LLMEngine:
         `ValueError`, and queues nothing, if its id is in use."""
         with self.turns:
             self.check_ready()
-            if not request.request_id:  # chosen here: a stream may start long after it was made
+            if not request.request_id:  # chosen late: a stream may start long after it was made
                 request.request_id = next(
                     name for name in map(str, self.names) if name not in self.requests)
             if request.request_id in self.requests:
                 raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
-            sequences = request.start(self.num_arrived, self.config.seed)  # may raise: do it first
+            sequences = request.start(self.num_arrived, self.config.seed)  # first, as it may raise
             self.num_arrived += 1
             request.inbox = inbox
             self.requests[request.request_id] = request
@@ -147,19 +148,19 @@ class LLMEngine:
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,
                     **given: object) -> None:
-        """`make_request` and `submit`: queue one request, on which `step()` works."""
+        """`make_request` and `submit`: queue one request, whose outputs `step()` returns."""
         self.submit(self.make_request(request_id, prompt, sampling_params, priority, **given),
                     self.inbox)
 
     def abort_request(self, request_id: str | list[str]) -> None:
-        """`abort` by id, one or several; unknown ids are ignored."""
+        """Abort requests by id, one or several; unknown ids are ignored."""
         if not isinstance(request_id, (str, Iterable)):
             raise ValueError(f"request_id={request_id!r} must be a str or a list of such")
         ids = [request_id] if isinstance(request_id, str) else request_id
         self.abort([self.requests[one] for one in ids if one in self.requests])
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step()` has work left, or a result to hand over that nobody has aborted."""
+        """Whether `step()` has work left, or an output to return that is not of an abort."""
         return bool(self.requests or self.scheduler.in_flight
                     or any(not output.aborted for output in self.inbox))
 
@@ -167,15 +168,15 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns a `RequestOutput` for each request of `add_request` that got tokens
-        or ended; with `output_kind` FINAL_ONLY only where it ended."""
+        or ended; with `output_kind` FINAL_ONLY only for those that ended."""
         with self.turns:
             self.advance()
             self.turns.deliver_ctrl_c()  # now, while the outputs are still in the inbox
-            outputs, self.inbox[:] = self.inbox[:], []  # the list object stays: requests hold it
+            outputs, self.inbox[:] = self.inbox[:], []  # the list object stays: requests have it
             return outputs
 
     def drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        """Submit, step until all are done, and abort the rest if the caller or a step gives up.
+        """Submit, step until all are done, and abort the rest if a step fails or the caller stops.
 
         A step computes tokens for the requests of all callers, and each output goes to the inbox of
         its own request. So one thread's steps may deliver another thread's outputs.
@@ -197,8 +198,9 @@ class LLMEngine:
             self.abort(requests)
 
     def advance(self) -> None:
-        """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead. Only within
-        a turn. After an error no request is lost: what was in flight is scheduled again."""
+        """schedule -> build batch -> forward -> sample -> update, with `depth` steps in flight.
+        Call it within a turn only. After an error no request is lost: the tokens that were in
+        flight are scheduled again."""
         if self.in_step:
             raise RuntimeError("a signal handler can't step in the middle of a step: abort instead")
         try:
@@ -237,8 +239,8 @@ class LLMEngine:
             step.output = self.runner.launch(step)
 
     def _take_result(self) -> None:
-        """Wait for the oldest step in flight and take its tokens into account. From `update` on
-        they count, and Ctrl-C is held until its outputs are in their inboxes."""
+        """Wait for the oldest step in flight and take its tokens into account. They count as soon
+        as `update` is called; Ctrl-C is held until the outputs are in their inboxes."""
         step = self.scheduler.in_flight[0]
         token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
         self._fail(step.failed | step.output.failed)
@@ -249,29 +251,32 @@ class LLMEngine:
             self.scheduler.update(step, token_ids)
             for tell in self.hooks.updated:
                 tell(step, step.accepted)
-        except BaseException:  # an extra failed; others may not know of the step's end
+        except BaseException:  # an extra failed; the ones after it were not told of the step
             for tell in self.hooks.dropped:
                 tell(step)
             raise
-        finally:  # tokens that count must reach their caller
+        finally:  # tokens that count must reach their callers
             self._collect(step.accepted, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
 
     def _keep_prompt_logprobs(self, step: Step, entries: list[list]) -> None:
-        """entries: of all positions that the step has scored, one sequence's after another's."""
+        """Give each request its entries. entries: one for each prompt position that the step has
+        scored, sequence by sequence."""
         start = 0
         for seq, positions in step.prompt_logprob_positions.items():
-            own, start = entries[start:start + len(positions)], start + len(positions)
+            end = start + len(positions)
+            own = entries[start:end]
+            start = end
             if seq.finish_reason is not None:
-                continue  # it was aborted meanwhile
+                continue  # the sequence was aborted meanwhile
             try:
                 self.requests[seq.request.request_id].history.add_prompt(positions, own)
             except FloatingPointError as error:
                 self._fail({seq: no_numbers(error, self.config.dtype)})
 
     def _fail(self, failed: dict[Sequence, str]) -> None:
-        """End the requests of these, and no others, with the reason."""
+        """End the requests of some sequences, and no others. failed: sequence -> reason."""
         for seq, error in failed.items():
             if seq.finish_reason is None:
                 why = f"request {seq.request.request_id}: {error}"
@@ -281,8 +286,9 @@ class LLMEngine:
     def _collect(self, accepted: dict[Sequence, list[int]], logprobs: dict[Sequence, list]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
 
-        `update` has counted the tokens already, so every caller must get them. If a tokenizer
-        fails, only its request ends, and its error is raised after all outputs are handed over.
+        `update` has counted the tokens already, so every caller must get them. If the tokenizer
+        fails on a request, only that request ends; the error is raised after all outputs are handed
+        over.
         """
         errors: list[Exception] = []
         request_of = {seq: self.requests[seq.request.request_id] for seq in accepted}
@@ -302,8 +308,8 @@ class LLMEngine:
             raise errors[0]
 
     def _hand_over(self, requests: Iterable[Request], ended: list[Sequence]) -> None:
-        """Put outputs into inboxes, and forget what has finished. Extras hear of it after all
-        outputs, so that no output waits for what they do then."""
+        """Put outputs into inboxes, and forget finished requests. Extras are called after that, so
+        that no output waits for their work."""
         for request in requests:
             finished = request.finished
             if finished:
@@ -324,18 +330,19 @@ class LLMEngine:
         and from anywhere. An error of a tokenizer or an extra is raised after all outputs."""
         def work() -> None:
             errors = self._end(requests)
-            while self.scheduler.in_flight and not self.requests:  # nobody else will take these
-                self.advance()  # schedules nothing, and takes one step's result
+            while self.scheduler.in_flight and not self.requests:  # nobody would step for these
+                self.advance()  # schedules nothing, and takes the result of one step
             if errors:
                 raise errors[0]
         self.turns.post(work)
 
     def _end(self, requests: Iterable[Request], why: str | None = None) -> list[Exception]:
-        """Abort and hand over. Returns the errors of tokenizers and extras."""
+        """Abort requests and hand over their outputs. Returns the errors of tokenizers and extras.
+        why: the `stop_reason`, if the engine ends them."""
         errors: list[Exception] = []
         for request in requests:
             if self.requests.get(request.request_id) is not request:
-                continue  # it has ended, or was never submitted; its id may be another's by now
+                continue  # it has ended or was never submitted; another request may have its id now
             for seq in request.sequences:
                 self.scheduler.finish(seq, "abort", why)
             try:
@@ -343,7 +350,7 @@ class LLMEngine:
                     request.flush()
                 finally:
                     self._hand_over([request], request.sequences)
-            except Exception as error:  # the others are aborted, too
+            except Exception as error:  # raised after all are aborted
                 errors.append(error)
         return errors
 
@@ -359,7 +366,8 @@ class LLMEngine:
     def _close(self) -> None:
         self.requests.clear()
         self.scheduler.drop_in_flight()
-        with ExitStack() as ends:  # all, the last one first, also when Ctrl-C comes meanwhile
+        # The stack calls all of them, last one first, even if one fails or Ctrl-C comes meanwhile.
+        with ExitStack() as ends:
             ends.callback(setattr, self, "runner", None)
             for part in filter(None, (self.runner, *self.extras)):
                 ends.callback(part.close)
@@ -371,7 +379,7 @@ class LLMEngine:
         self.runner.ranks.raise_if_broken()
 
     def check_ready(self) -> None:
-        """Raises `RuntimeError` if no request can be served, now or for ever."""
+        """Raises `RuntimeError` if no request can be served at the moment, or ever again."""
         self.check_open()
         for check in self.hooks.ready:
             check()
@@ -379,7 +387,7 @@ class LLMEngine:
     # -------------------------------------------------------------- the rest
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and no change, while requests are running."""
+        """Forget all cached prefixes. Returns False, and changes nothing, while requests run."""
         with self.turns:
             self.check_open()
             done = self.scheduler.blocks.reset_prefix_cache()
@@ -390,7 +398,7 @@ class LLMEngine:
 
 
 def no_numbers(what: object, dtype: str) -> str:
-    """Why a request ends. what: where NaN or infinity has come out instead of numbers."""
+    """The reason for which a request ends. what: the result that has NaN or infinity in it."""
     return f"NaN or infinity in {what}, with dtype={dtype!r}: " + (
         "float16 ends at 65,504, use 'bfloat16' or 'float32'" if dtype == "float16" else
         "look at the weights, the adapter, and what logits_processors return")

@@ -1,4 +1,4 @@
-"""One page of hooks: all that can be added to an engine, and when each part of it is called.
+"""One page of hooks: all that an extra can add to an engine, and when each method is called.
 
 An *extra* is an object that is handed to the engine. It inherits from `Extra`, whose methods do
 nothing, and overrides those that it needs:
@@ -8,20 +8,19 @@ nothing, and overrides those that it needs:
                                          ended, idle ◄─ updated, or dropped ◄─ gave_up ◄─ its tokens
     between two requests: reset, close                   at any time: committed, evicted
 
-Extras are asked in the order of `engine.extras`: those that the options ask for, then those of
-`LLM(extras=[...])`, then what was added later. Where several cut a chunk, each gets what the one
-before it left; the first that has drafts for a row gives them.
+Extras are called in the order of `engine.extras`: those that the options ask for, then those of
+`LLM(extras=[...])`, then those added later. If several cut a chunk, each gets the tokens that the
+one before it left; the first that has drafts for a row gives them.
 
-An error in a hook is raised in the call that led to it. A step that was only planned is dropped
-then, and tokens that count already reach their callers: the requests go on.
+An error in a hook is raised in the call that led to the hook. A step that was only planned is then
+dropped. Tokens that count already reach their callers. The requests go on.
 
 Invariants: an extra may change *when* a token is computed, never *which* token comes out. It
-changes nothing but what is its own, and drops what it keeps for a sequence when that has ended. A
-call site keeps only the methods that somebody has overridden (`Hooks`), so a method that nobody
-needs costs nothing.
+changes only its own attributes, and drops what it keeps for a sequence when the sequence has ended.
+`Hooks` keeps only overridden methods, so a method that no extra overrides costs nothing.
 
-Not known here: which extras there are. Road not taken: entry points or a registry; the user hands
-an extra over.
+Not known here: which extras there are. Road not taken: entry points or a registry. The user passes
+an object instead.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,13 +33,14 @@ from nanoserve.sequence import Sequence, Step
 
 
 class Extra:
-    """What can be added. Types that torch or the engine would bring are named in the sentences.
+    """The base class of extras. A type whose import would need torch or the engine is `Any` here,
+    and the docstring names it.
 
-    Options: the class of its options. name: as the user asked for it, for messages. needs, ends:
-    the facts that must be true with it, and those that are untrue with it (base/facts.py).
-    takes: the fields of a request that it honours (`request.HANDED_ON`). most_drafts: how many
-    tokens `draft` guesses for a row at most. All of them are known before `prepare`. engine: the
-    `LLMEngine`, weakly, since it holds this object; from `attach` on.
+    Options: the class of its options. name: how the user names it, for messages. needs, ends: facts
+    that must be true with it, and facts that are untrue with it (nanoserve_extras/base/facts.py).
+    takes: the fields of a request that it honours (`request.HANDED_ON`). most_drafts: the most
+    tokens that `draft` guesses for a row. All of these are known before `prepare`. engine: a weak
+    reference to the `LLMEngine`, which holds this object; set before `attach`.
     """
 
     Options: type[Options] = Options
@@ -51,7 +51,7 @@ class Extra:
     engine: Any
 
     def __init__(self, **options: Any):
-        """Its options are a record with rules, as the engine's own (rules.py)."""
+        """The options become a record with rules, like those of the engine (rules.py)."""
         self.options = self.Options.of(**options)
 
     @property
@@ -61,71 +61,71 @@ class Extra:
     # ------------------------------------------------------------------ an engine is made
 
     def prepare(self, plan: Any) -> Any:
-        """Check the options, and return the `Plan` with what this adds to it: parts for the runner
-        of each rank, a class that checks requests. Called before weights are read; raises
-        `ValueError` with the remedy."""
+        """Check the options, and return the `Plan` with this extra's additions, such as parts for
+        the runner of each rank, or a class that checks requests. Called before weights are read;
+        raises `ValueError` with the remedy."""
         return plan
 
     def attach(self, engine: Any) -> None:
-        """Make what needs the `LLMEngine`, and keep nothing that holds it. Called once, when runner
-        and scheduler are there, or by `engine.add`."""
+        """Make the objects that need the `LLMEngine`, and keep no strong reference to it. Called
+        once: when runner and scheduler exist, or by `engine.add`."""
 
     # ------------------------------------------------------------------ requests
 
     def ready(self) -> None:
-        """Raise `RuntimeError` if no request can be served now. Called before each is made."""
+        """Raise `RuntimeError` if no request can be served now. Called before one is made."""
 
     def check(self, request: Any) -> None:
         """Check a `Request`, and put what it asks for (a grammar, say) into `request.made[self]`.
-        Called in its caller's thread before it is queued; raises `ValueError`."""
+        Called in the caller's thread before the request is queued; raises `ValueError`."""
 
     def added(self, request: Any) -> None:
         """Note a `Request`'s sequences. Called when they are queued, between two steps."""
 
     def ended(self, sequences: list[Sequence]) -> None:
-        """Drop what is kept for these. Called after each step, mostly with none, and after an
-        abort; a step that was in flight then is still `updated` later."""
+        """Drop what is kept for these sequences. Called after each step, mostly with none, and
+        after an abort. A step that is in flight at that time is still `updated` later."""
 
     def idle(self) -> None:
-        """Run steps of its own (to save blocks, say). Called when no request is left."""
+        """Run steps of the extra's own (to save blocks, say). Called when no request is left."""
 
     # ------------------------------------------------------------------ a step is planned
 
     def usable(self, seq: Sequence, hits: list) -> list:
-        """Return the prefix of `hits` (cache entries) that this sequence can start from. Called
-        whenever its prompt is looked up in the prefix cache."""
+        """Return the part of `hits` (cache entries), from the first on, that this sequence can use.
+        Called whenever its tokens are looked up in the prefix cache."""
         return hits
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
-        """Return how many blocks after these hits can be loaded from elsewhere. Called when a
-        waiting sequence may be admitted."""
+        """Return how many blocks after the first `num_hits` can be loaded from elsewhere. Called
+        when a waiting sequence may be admitted."""
         return 0
 
     def is_reading(self, seq: Sequence) -> bool:
-        """Return whether further blocks of `seq` will soon be there. Then it is deferred."""
+        """Return whether more blocks of `seq` are being read. Then the sequence is deferred."""
         return False
 
     def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
-        """Return where a chunk of at most `num_new` tokens from `start` on may end, 0 for no chunk.
-        Called before it is certain that the step holds the chunk, so note nothing of it here."""
+        """Return how many of the `num_new` tokens from `start` on the step may compute; 0 for no
+        chunk. Called before it is certain that the step holds the chunk, so note nothing here."""
         return num_new
 
     def force(self, seq: Sequence, most: int) -> list[int]:
-        """Return up to `most` tokens that have to follow, by a grammar say. Called for each row
-        that decodes and whose tokens are all known, with what is left of budget, blocks and rows.
-        """
+        """Return up to `most` tokens that must follow, by a grammar say. Called for each row that
+        decodes and whose tokens are all known. most: limited by the budget, blocks and buffers that
+        are left."""
         return []
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
-        """Return up to `most` guesses of what follows; more are passed over. -1 stands for one that
-        `launching` will put into `step.drafts`. Any other answer ends the sequence's request.
-        Called after `force`, in the same way. An engine with such an extra has no overlap, in which
-        no row's tokens are all known."""
+        """Return a list of up to `most` guesses of the next tokens; any more are ignored. -1 stands
+        for a guess that `launching` will put into `step.drafts`. An answer of another kind ends the
+        sequence's request. Called after `force`, for the same rows. An engine with such an extra
+        has no overlap: with overlap a row's newest token is not known yet."""
         return []
 
     def scheduled(self, step: Step) -> None:
-        """Give the planned step what it needs (copies of blocks), and note what is in it. Called
-        with each step, an empty one, too."""
+        """Add to the planned step what it needs (copies of blocks), and note what is in it. Called
+        with each step, even an empty one."""
 
     # ------------------------------------------------------------------ a step is run
 
@@ -134,8 +134,8 @@ class Extra:
         drops the step."""
 
     def gave_up(self, seq: Sequence) -> bool:
-        """Return whether the stop token that ends `seq` breaks its text off: then its finish reason
-        is "length"."""
+        """Return whether the stop token that ends `seq` was forced although its text is incomplete:
+        then the finish reason is "length"."""
         return False
 
     def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
@@ -143,8 +143,8 @@ class Extra:
         its gap; a stop string may still remove the last ones."""
 
     def dropped(self, step: Step) -> None:
-        """Forget a step: its tokens are scheduled again. Called after an error or Ctrl-C, mostly
-        instead of `updated`, or after it if another extra has failed in it."""
+        """Forget a step: its tokens are scheduled again. Called after an error or Ctrl-C: instead
+        of `updated`, or after it if `updated` of another extra has failed."""
 
     # ------------------------------------------------------------------ blocks
 
@@ -152,17 +152,18 @@ class Extra:
         """Note that a block can be found from now on. entry: its `CacheEntry`."""
 
     def evicted(self, entry: Any) -> None:
-        """Save or forget a block whose memory will be another's. Called before anything is written
-        to it."""
+        """Save or forget a block whose memory will be reused. Called before anything is written to
+        it. entry: its `CacheEntry`."""
 
     # ------------------------------------------------------------------ the engine lives on
 
     def reset(self) -> None:
-        """Forget what was computed from these weights or this cache. Called while no request
-        runs."""
+        """Forget everything computed from the weights or the cache. Called while no request runs.
+        """
 
     def close(self) -> None:
-        """Give back memory, threads and files. Called when the engine ends; `remove` does not."""
+        """Give back memory, threads and files. Called by `engine.shutdown`, not by `engine.remove`.
+        """
 
 
 NAMES = [name for name, method in vars(Extra).items()
@@ -171,7 +172,7 @@ EXTRAS = rules.list_of(rules.instance(Extra, ""), "a list of objects that inheri
 
 
 def checked(extras: Any) -> list[Extra]:
-    """Raises `ValueError` for anything but a list of extras, none of them twice."""
+    """The extras as a list. Raises `ValueError` for anything else, or for one that comes twice."""
     kept = rules.checked("extras", EXTRAS, extras)
     for i, extra in enumerate(kept):
         if any(extra is other for other in kept[:i]):
@@ -180,14 +181,14 @@ def checked(extras: Any) -> list[Extra]:
 
 
 def most_drafts(extras: Iterable[Extra]) -> int:
-    """How many tokens one of these guesses for a row at most; 0 where none drafts."""
+    """The most tokens that any of these extras guesses for a row; 0 if none drafts."""
     return max([one.most_drafts for one in extras if Hooks([one]).draft], default=0)
 
 
 class Hooks:
     """The overridden methods of some extras, by name: `for tell in hooks.evicted: tell(entry)`.
 
-    One object for engine, scheduler and blocks. `keep` makes the lists anew.
+    Engine, scheduler and block manager share one object. `keep` makes all lists again.
     """
 
     def __init__(self, extras: Iterable[Extra] = ()):
@@ -200,6 +201,7 @@ class Hooks:
         extras = list(extras)
         self.takes = {name for one in extras for name in one.takes}
         for name in NAMES:
+            inherited = vars(Extra)[name]  # it does nothing, so it is left out
             methods = [getattr(one, name) for one in extras]
             setattr(self, name, [method for method in methods
-                                 if getattr(method, "__func__", method) is not vars(Extra)[name]])
+                                 if getattr(method, "__func__", method) is not inherited])

@@ -1,7 +1,7 @@
-"""Threads that share an engine take turns, and each gets its own.
+"""Threads that share an engine take turns: no thread waits for ever.
 
-A turn is a `with` block. Ctrl-C is held from its beginning to its end, because it may come between
-any two lines of `__exit__`, too. There it once left a turn that no one could end.
+A turn is a `with` block. Ctrl-C is held from its beginning to its end. Otherwise it could come
+between two lines of `__exit__`, and leave a turn that never ends.
 
     with turns:                        this thread's turn; others wait
         ...                            Ctrl-C is held,
@@ -10,7 +10,7 @@ any two lines of `__exit__`, too. There it once left a turn that no one could en
     turns.post(work)       from anywhere: another thread, a signal handler, a finalizer
 
 A signal handler or a finalizer may run in the middle of its own thread's turn. So its work is
-*posted*: put into a queue, and done at once if no turn is taken, else when the turn ends.
+*posted*: put into a queue, and done at once if no thread has a turn, else when that turn ends.
 
 A plain lock is unfair: the thread that has just released it usually takes it again. So there is a
 second lock, the *doorway*. A thread holds the doorway while it waits for a turn; a thread that
@@ -28,31 +28,31 @@ from typing import Any
 # Ctrl-C is held back while state changes.
 #
 # Python delivers Ctrl-C between any two lines of the main thread. A change that must not be left
-# half done stands in a `with ctrl_c_held()` block, which notes the signal and delivers it at its
-# end: so does the start and the end of a rank's process.
+# half done stands in a `with ctrl_c_held()` block, which notes the signal and delivers it at the
+# block's end. Turns use it, and so do the start and the end of a rank's process.
 #
 #     with ctrl_c_held():        Ctrl-C is noted
 #         ...                    changes that belong together
 #     KeyboardInterrupt          is raised here, if Ctrl-C was noted
 #
-# Where such a block has to wait, `with ctrl_c_held() as noted` says whether to wait any longer. A
-# thread's turn with an engine holds Ctrl-C, too (turns.py).
+# A block that has to wait uses `with ctrl_c_held() as noted`, and stops waiting when `noted` is not
+# empty.
 #
-# A mask of the main thread (`pthread_sigmask`) would not do: another thread then gets the signal,
-# and Python still runs its handler in the main thread.
+# Blocking the signal in the main thread (`pthread_sigmask`) would not do: another thread then gets
+# the signal, and Python still runs the handler in the main thread.
 
 class ctrl_c_held:
-    """Hold Ctrl-C until the `with` block is done, so that it never interrupts it half-way.
+    """Hold Ctrl-C until the `with` block is done, so that it never interrupts the block half-way.
 
-    `with` blocks may be nested: the inner one hands the signal on to the outer one. `as` gives a
-    list, in which the signals are that were noted so far. Signals reach only the main thread: in
-    other threads nothing is done. A class, and no generator with `contextmanager`, which Ctrl-C
-    just before its end would leave half done.
+    `with` blocks may be nested: the inner one hands the signal on to the outer one. `as` gives the
+    list of the signals noted so far. Signals reach only the main thread: in other threads nothing
+    is done. This is a class and no generator with `contextmanager`, because Ctrl-C just before the
+    generator's end would leave it half done.
     """
 
     def __init__(self):
         self.noted: list[tuple] = []
-        self.handler: Any = None  # the one from before `begin`; it gets the first that was noted
+        self.handler: Any = None  # the handler before `begin`; it gets the first noted signal
 
     def __enter__(self) -> list[tuple]:
         self.begin()
@@ -71,7 +71,8 @@ class ctrl_c_held:
         self.noted.append(args)
 
     def end(self) -> None:
-        """Hand on what was noted, if anything was: as a rule, this raises `KeyboardInterrupt`."""
+        """Restore the handler, and hand the noted signal on to it, if there is one. As a rule, this
+        raises `KeyboardInterrupt`."""
         if in_main_thread() and self.handler is not None:
             handler, self.handler = self.handler, None
             signal.signal(signal.SIGINT, handler)
@@ -88,22 +89,22 @@ POLL = 0.1  # seconds after which a thread that waits for its turn looks for Ctr
 
 
 class Turns:
-    """`with turns:` is a turn of this thread. It may be nested: once more inside is free."""
+    """`with turns:` is a turn of this thread. Turns may be nested: an inner one never waits."""
 
     def __init__(self):
-        # Both reentrant: a signal's handler may come while its own thread waits in the doorway.
+        # Both are reentrant: a signal handler may run while its own thread waits in the doorway.
         self.lock, self.doorway = threading.RLock(), threading.RLock()
-        self.holds: list[ctrl_c_held | None] = []  # the turn's, then None for each turn within it
+        self.holds: list[ctrl_c_held | None] = []  # the turn's hold, then None for each inner turn
         self.posted: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
         hold = None
         if not self._is_mine():
-            hold = ctrl_c_held()  # a new one: a handler may take a turn while its thread waits
+            hold = ctrl_c_held()  # not shared: a handler may take a turn while its thread waits
             hold.begin()
             while not self._take(hold.noted):
                 hold.end()
-                hold.begin()  # Ctrl-C has raised nothing: wait on
+                hold.begin()  # the handler has raised nothing: wait on
         self.holds.append(hold)
 
     def _take(self, noted: list) -> bool:
@@ -128,7 +129,7 @@ class Turns:
                 self._do_posted()
             finally:
                 self.lock.release()
-            self._do_posted()  # some may have been posted while the lock was given back
+            self._do_posted()  # work may have been posted while the lock was released
         finally:
             hold.end()
 
@@ -140,12 +141,13 @@ class Turns:
             hold.begin()
 
     def interruptible(self) -> "Interruptible":
-        """In the middle of a turn: within this `with` block Ctrl-C is not held. One that was noted
-        is delivered at once."""
+        """In the middle of a turn: a `with` block in which Ctrl-C is not held. If Ctrl-C was noted
+        before, it is delivered when the block begins."""
         return Interruptible(self.holds[0] or ctrl_c_held())
 
     def post(self, work: Callable[[], None]) -> None:
-        """Do `work` now or when the turn ends; never waits. Raises work's error if done now."""
+        """Do `work` now, or when the current turn ends; never waits. Raises the error of `work` if
+        it is done now."""
         self.posted.append(work)
         self._do_posted(work)
 
@@ -154,15 +156,15 @@ class Turns:
         return bool(self.holds) and self._is_mine()
 
     def _do_posted(self, own: Callable | None = None) -> None:
-        """Do all that is posted; if a turn is not over, its end does it. Raises the error of `own`,
-        and prints those of other work: the caller is not at fault."""
+        """Do all posted work, unless a thread has a turn: the end of that turn does it. Raises the
+        error of `own`, the caller's work, and prints the errors of other work."""
         if not self.posted:
             return
         errors: list[Exception] = []
-        with ctrl_c_held():  # work that is off the queue is done, too
+        with ctrl_c_held():  # work that is taken off the queue must be done
             while self.posted and self.lock.acquire(blocking=False):
                 try:
-                    if self.holds:  # this thread's own turn: it is a handler that asks
+                    if self.holds:  # a handler called this, in the middle of its thread's turn
                         break
                     errors += self._empty_queue(own)
                 finally:
@@ -171,8 +173,8 @@ class Turns:
             raise errors[0]
 
     def _empty_queue(self, own: Callable | None) -> list[Exception]:
-        """In a turn of its own, so that work that is posted by work comes after it. Returns the
-        error of `own`, if it has one."""
+        """Do the posted work in a turn of its own, so that work posted by other work comes after
+        it. Returns the error of `own`, if it has one."""
         errors: list[Exception] = []
         self.holds.append(None)
         try:
@@ -185,17 +187,18 @@ class Turns:
                         errors.append(error)
                     else:
                         traceback.print_exception(error)
-        finally:  # also when work ends the script
+        finally:  # also if work raises `SystemExit`
             self.holds.pop()
         return errors
 
     def _is_mine(self) -> bool:
-        return self.lock._is_owned()  # no public name; threading.Condition asks like this, too
+        return self.lock._is_owned()  # not public, but threading.Condition calls it, too
 
 
 class Interruptible:
-    """Ends a hold, if it has begun, and begins it again. A class, as `ctrl_c_held` is: Python would
-    resume a generator that is left half done when it collects it, much later."""
+    """Ends a hold, if it has begun, and begins it again after the `with` block. This is a class, as
+    `ctrl_c_held` is: if a generator is left half done, Python resumes it when it is collected, much
+    later."""
 
     def __init__(self, hold: ctrl_c_held):
         self.hold, self.was_held = hold, hold.handler is not None
