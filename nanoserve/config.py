@@ -1,21 +1,22 @@
 """What can be chosen: `EngineConfig`, the options of `LLM(...)`, and `SamplingParams` of a request.
 
 Names, defaults and meaning are vLLM's. Both are records; each field has a default and a *rule*,
-which says what a value must be and how it is kept (rules.py).
+which says what a value must be and in which form it is kept (rules.py).
 
     block_size: int = option(16, rules.COUNT)       16 by default; a whole number of at least 1
 
-What a user left open is `None`, and `EngineConfig.resolved` settles it for a device and a model:
+An option that the user left open is `None` or "auto". `EngineConfig.resolved` gives it a value for
+a device and a model:
 
     asked                            a CPU          a GPU
-    max_num_batched_tokens=None      2048           8192          tokens a step
-    max_num_seqs=None                64             256           at the same time
+    max_num_batched_tokens=None      2048           8192          tokens per step
+    max_num_seqs=None                64             256           sequences at once
     async_scheduling=None            False          True          overlap
-    kernels="auto"                   "cpu"          "triton"      if there are any: device.py
+    kernels="auto"                   "cpu"          "triton"      or what runs: self_test.py
     dtype, max_model_len             the checkpoint's own
 
 A GPU wants large steps to stay busy; a CPU is busy with few tokens, and small steps keep the time
-between two tokens short. A field that is still `None` then has the checkpoint's own value
+between two tokens short. A field that stays `None` after that means the checkpoint's own value
 (tokenizer), or is measured elsewhere (the KV cache's size).
 
 Invariants: a value that can't be honoured raises. An `EngineConfig` is never written to: a value
@@ -37,9 +38,9 @@ from nanoserve.rules import Options, choice, number, option
 
 KERNELS = ("auto", "triton", "cpu", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
-MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
-MAX_TEMPERATURE = 1e30  # all tokens are equally likely by then; -inf / inf would be no number
-MAX_SAMPLES = 16384  # vLLM's bound: each is a sequence that is made at once
+MIN_TEMPERATURE = 0.01  # with less, logits / temperature overflows half precision
+MAX_TEMPERATURE = 1e30  # all tokens are equally likely then; with inf, -inf / inf would be NaN
+MAX_SAMPLES = 16384  # vLLM's bound: a request makes the sequences of all samples at once
 
 
 class RequestOutputKind(Enum):
@@ -57,7 +58,7 @@ OUTPUT_KIND = rules.instance(RequestOutputKind, "a RequestOutputKind")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
-    """What the user chose. Raises `ValueError` for what can't work, naming field and remedy."""
+    """An engine's options. Raises `ValueError` for what can't work, naming field and remedy."""
 
     model: str = option(MISSING, rules.MODEL)
     revision: str | None = option(None, rules.TEXT)  # a branch, a tag or a commit of a hub id
@@ -66,8 +67,8 @@ class EngineConfig(Options):
     dtype: str = option("auto", rules.DTYPE)  # "auto": the checkpoint's own
     load_format: str = option("auto", rules.LOAD_FORMAT)  # "dummy": random weights, no files
     tensor_parallel_size: int = option(1, rules.COUNT)  # ranks that share the model
-    pipeline_parallel_size: int = option(1, rules.COUNT)  # stages, of so many ranks
-    expert_parallel: bool = option(False, rules.FLAG)  # ranks have whole experts, no parts of them
+    pipeline_parallel_size: int = option(1, rules.COUNT)  # stages, each of that many ranks
+    expert_parallel: bool = option(False, rules.FLAG)  # each rank has whole experts
     seed: int = option(0, rules.WHOLE)
     max_model_len: int | None = option(None, rules.COUNT)  # prompt plus output, in tokens
     max_num_batched_tokens: int | None = option(None, rules.COUNT)  # the token budget of one step
@@ -76,22 +77,23 @@ class EngineConfig(Options):
     kv_cache_memory_bytes: int | None = option(None, rules.COUNT)  # the KV cache's size, if given
     kv_cache_dtype: str = option("auto", rules.KV_DTYPE)  # "auto": the dtype of the model
     num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the KV cache's size in blocks
-    block_size: int = option(16, rules.COUNT)  # tokens a KV block
+    block_size: int = option(16, rules.COUNT)  # tokens per KV block
     enable_prefix_caching: bool = option(True, rules.FLAG)
     enable_chunked_prefill: bool = option(True, rules.FLAG)
-    scheduling_policy: str = option("fcfs", choice(*POLICIES))  # who is first: Scheduler.order
+    scheduling_policy: str = option("fcfs", choice(*POLICIES))  # see Scheduler.order
     enforce_eager: bool = option(False, rules.FLAG)  # no CUDA graphs
-    hf_overrides: dict | None = option(None, rules.OVERRIDES)  # entries laid over config.json
-    # "vllm": a request without parameters has the defaults of `SamplingParams`, not the file's.
+    hf_overrides: dict | None = option(None, rules.OVERRIDES)  # replaces entries of config.json
+    # "auto": a request without parameters takes those of the checkpoint's generation_config.json;
+    # "vllm": it takes the defaults of `SamplingParams`.
     generation_config: str = option("auto", choice("auto", "vllm"))
-    trust_remote_code: bool = option(False, rules.FLAG)  # the tokenizer's, and no model's
+    trust_remote_code: bool = option(False, rules.FLAG)  # code of a tokenizer; a model's never runs
     device: str = option("auto", rules.DEVICE)
-    kernels: str = option("auto", choice(*KERNELS))  # the operators: see device.py
+    kernels: str = option("auto", choice(*KERNELS))  # the backend of ops: see self_test.py
     async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
 
     def __post_init__(self):
         super().__post_init__()
-        # A decoding sequence takes one token a step: the budget has to cover all of them.
+        # Each decoding sequence takes one token of a step: the budget has to cover all of them.
         num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
         if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
             raise ValueError(f"max_num_batched_tokens={num_tokens} is less than max_num_seqs="
@@ -103,7 +105,7 @@ class EngineConfig(Options):
 
     def resolved(self, device: str, model_config: ModelConfig,
                  generates: bool = True) -> "EngineConfig":
-        """A copy in which open options have values, for `device` "cpu", "cuda" or "cuda:1".
+        """A copy in which open options have values. device: "cpu", "cuda" or "cuda:1", say.
         generates: whether requests write text. Raises `ValueError` for what this model can't do."""
         longest = model_config.max_position_embeddings
         max_model_len = self.max_model_len or longest
@@ -156,13 +158,14 @@ class EngineConfig(Options):
 
     @property
     def steps_at_once(self) -> int:
-        """Steps in flight together: one for each stage. A sequence samples in one of them."""
+        """How many steps run at the same time, one in each pipeline stage. With several stages, a
+        sequence is in one of these steps only."""
         return self.pipeline_parallel_size if self.async_scheduling else 1
 
 
 # ------------------------------------------------------------------ requests
 
-control = partial(option, control=True)  # it changes logits unless it has its default: controls.py
+control = partial(option, control=True)  # an option that changes logits: see controls.py
 
 
 @dataclass(kw_only=True)
@@ -174,33 +177,33 @@ class SamplingParams:
     """
 
     n: int = option(1, number(1, MAX_SAMPLES, whole=True))  # samples of one prompt
-    presence_penalty: float = control(0.0, rules.PENALTY)  # subtracted if a token is in the output
-    frequency_penalty: float = control(0.0, rules.PENALTY)  # subtracted as often as it is there
-    repetition_penalty: float = control(1.0, rules.FACTOR)  # divides, for the prompt's tokens, too
+    presence_penalty: float = control(0.0, rules.PENALTY)  # subtracted for tokens of the output
+    frequency_penalty: float = control(0.0, rules.PENALTY)  # subtracted once per occurrence
+    repetition_penalty: float = control(1.0, rules.FACTOR)  # divides; for tokens of the prompt, too
     temperature: float = option(1.0, number(0))  # 0: greedy
-    top_p: float = option(1.0, rules.SHARE)  # draw among the likeliest tokens that sum to this
-    top_k: int = option(0, number(-1, whole=True))  # draw among so many likeliest; 0 or -1: all
-    min_p: float = option(0.0, number(0, 1))  # drop tokens below this share of the top one
-    seed: int | None = option(None, rules.WHOLE)  # None: the engine's and the arrival number
+    top_p: float = option(1.0, rules.SHARE)  # nucleus: likeliest tokens whose sum reaches this
+    top_k: int = option(0, number(-1, whole=True))  # keep the k likeliest; 0 or -1: all
+    min_p: float = option(0.0, number(0, 1))  # drop tokens below this share of the likeliest
+    seed: int | None = option(None, rules.WHOLE)  # None: from the engine's seed and the arrival
     stop: str | list[str] | None = option(None, rules.TEXTS)
     stop_token_ids: list[int] | None = option(None, rules.TOKEN_IDS)
     ignore_eos: bool = option(False, rules.FLAG)
     max_tokens: int | None = option(16, rules.COUNT_OR_NONE)  # None: up to max_model_len
-    min_tokens: int = control(0, rules.SIZE)  # no EOS, stop token or stop string before so many
-    logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # each token's, and so many likeliest
+    min_tokens: int = control(0, rules.SIZE)  # before them no EOS, stop token, stop string
+    logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of each token and of the k likeliest
     prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # the same for the prompt
     detokenize: bool = option(True, rules.FLAG)
     skip_special_tokens: bool = option(True, rules.FLAG)
     include_stop_str_in_output: bool = option(False, rules.FLAG)
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, OUTPUT_KIND)
     logit_bias: dict[int, float] | None = control(None, rules.BIASES)  # added to the logits
-    allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # no others
+    allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # only these
     bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
     logits_processors: list | None = control(None, rules.FUNCTIONS)  # called first
-    # So many tokens of a thought, and then its closing mark: extras.thinking.
+    # After this many tokens of a thought its closing mark is forced: nanoserve_extras/thinking.py.
     thinking_token_budget: int | None = control(None, rules.COUNT_OR_ALL)
-    structured_outputs: object = control(None, rules.ANYTHING)  # extras.structured's, or a dict
-    stack_level = 3  # from a warning to the line that made the object; no field
+    structured_outputs: object = control(None, rules.ANYTHING)  # nanoserve_extras/structured
+    stack_level = 3  # no field: how far above a warning is the line that made the object
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -222,7 +225,7 @@ class SamplingParams:
         self.temperature = min(self.temperature, MAX_TEMPERATURE)
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares nothing with this one: its rules copy lists and dicts."""
+        """A copy that shares nothing with this one: the rules copy lists and dicts."""
         return replace(self)
 
     def controls(self) -> set[str]:

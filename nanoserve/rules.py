@@ -2,13 +2,13 @@
 
 A rule is a text that says what the value must be, and a function that returns the value to keep.
 
-    value ──rule──► kept: "half" is "float16", one stop string a list of one, numpy's 5 an int 5
+    value ──rule──► kept: "half" as "float16", numpy's 5 as the int 5, a tuple as a list
               └───► ValueError: the field, what it must be, the value
 
 Invariant: every single value is checked by `check_fields`, and a field without a rule can't exist.
-Checks of two fields together follow in the record's `__post_init__`.
+What depends on two fields is checked after that, in the record's `__post_init__`.
 
-A validation library would be a package more, with errors in its own words.
+Road not taken: a validation library, which is one more package and words its errors by itself.
 """
 
 import math
@@ -23,16 +23,17 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 class Rule(NamedTuple):
-    """must: in words; keep: gives the value as it is kept, or raises `ValueError`."""
+    """must: what the value must be, in words. keep: returns the value to keep, or raises
+    `ValueError` with the wrong value or part."""
 
     must: str
     keep: Callable[[Any], Any]
 
 
 def option(default: Any, rule: Rule, part_of: str | None = None, *, control: bool = False) -> Any:
-    """A field of a record, with its rule. A default of `MISSING` makes it a required one. part_of:
-    the field without which it has no effect, and so must keep its default. control: it changes
-    logits, unless it keeps its default."""
+    """A field of a record, with its rule. default: `MISSING` makes the field required. part_of:
+    another field, without which this one has no effect; then this one must keep its default.
+    control: whether the field changes logits when it has another value than its default."""
     return field(default=default, metadata={"rule": rule, "part_of": part_of, "control": control})
 
 
@@ -45,7 +46,7 @@ class Options:
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """Raises `TypeError` with all names for one that there isn't."""
+        """A record of these options. For an unknown name raises `TypeError`, with all names."""
         names = [one.name for one in fields(cls)]
         if unknown := [name for name in options if name not in names]:
             raise TypeError(f"there is no option {unknown[0]}: there are {names}")
@@ -53,14 +54,15 @@ class Options:
 
 
 def check_fields(record: Any) -> None:
-    """Each field by its rule; `None` passes where it is the default. Raises `ValueError`."""
+    """Check each field by its rule, and keep what the rule returns. `None` passes if it is the
+    default. Raises `ValueError`."""
     for one in fields(record):
         assert "rule" in one.metadata, f"{one.name} has no rule: make it with option(default, rule)"
         rule, value = one.metadata["rule"], getattr(record, one.name)
         if value is None and one.default is None:
             continue
         kept = checked(one.name, rule, value)
-        object.__setattr__(record, one.name, kept)  # an `EngineConfig` is frozen
+        object.__setattr__(record, one.name, kept)  # setattr refuses: an `EngineConfig` is frozen
         whole = one.metadata["part_of"]
         if whole is not None and kept != one.default and not getattr(record, whole):
             raise ValueError(f"{one.name}={kept!r} has no effect without {whole}: set it, or leave "
@@ -68,13 +70,13 @@ def check_fields(record: Any) -> None:
 
 
 def checked(name: str, rule: Rule, value: Any) -> Any:
-    """The value as it is kept. Raises `ValueError`, naming it and what is wrong with it."""
+    """The value to keep. Raises `ValueError`, which names the field and the wrong value or part."""
     try:
         return rule.keep(value)
-    except (ValueError, RuntimeError) as error:  # it names the wrong value or part
-        given, wrong = f"{value!r:.100}", f"{error!s:.100}"
-        raise ValueError(f"{name} must be {rule.must}, got "
-                         f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
+    except (ValueError, RuntimeError) as error:
+        given, wrong = f"{value!r:.100}", f"{error!s:.100}"  # `wrong` may be a part of `given`
+        got = wrong if wrong == given else f"{wrong} in {given}"
+        raise ValueError(f"{name} must be {rule.must}, got {got}") from None
 
 
 def only_if(is_right: bool, value: Any) -> Any:
@@ -101,9 +103,10 @@ def number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fals
         bound = f" in {'(' if above else '['}{low}, {high}]"
 
     def keep(value):
-        is_one = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-        only_if(is_one and (low < value if above else low <= value) and value <= high
-                and abs(value) < math.inf, value)
+        is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+        only_if(is_number, value)
+        is_above_low = low < value if above else low <= value
+        only_if(is_above_low and value <= high and abs(value) < math.inf, value)
         return int(value) if isinstance(value, Integral) else float(value)
 
     return Rule(("a whole number" if whole else "a number") + bound, keep)
@@ -120,27 +123,30 @@ def list_of(one: Rule, what: str, least: int = 0) -> Rule:
 
 
 def numbers_by_id(low: float, high: float, remedy: str) -> Rule:
-    """A dict of a number for each token id. JSON knows only str keys: as in vLLM's server, "5" is
-    token 5. vLLM's server clamps a number beyond the bounds in silence; here it is refused."""
+    """A dict: token id -> number. JSON has only str keys: as in vLLM's server, "5" is token 5. A
+    number beyond the bounds is refused (vLLM's server clamps it without a message)."""
     def keep(numbers):
+        only_if(isinstance(numbers, dict), numbers)
         kept = {}
-        for key, value in only_if(isinstance(numbers, dict), numbers).items():
-            id_ = TOKEN_ID.keep(int(key) if isinstance(key, str) and key.isdecimal() else key)
-            only_if(id_ not in kept, key)  # 5 and "5": named twice
-            kept[id_] = float(number(low, high).keep(value))
+        for key, value in numbers.items():
+            is_text = isinstance(key, str) and key.isdecimal()
+            token_id = TOKEN_ID.keep(int(key) if is_text else key)
+            only_if(token_id not in kept, key)  # 5 and "5" are the same token
+            kept[token_id] = float(number(low, high).keep(value))
         return kept
 
     return Rule(f"a dict of token ids and numbers in [{low}, {high}], none twice ({remedy})", keep)
 
 
 def keep_dtype(dtype: Any) -> str:
-    """Accepts torch.float32 and vLLM's "half", too, and keeps one spelling."""
+    """One spelling of a dtype: torch.float32 and vLLM's "half" are accepted, too."""
     name = str(dtype).removeprefix("torch.")
     name = {"half": "float16", "float": "float32"}.get(name, name)
-    return only_if(name in DTYPES, dtype) and name
+    only_if(name in DTYPES, dtype)
+    return name
 
 
-# Rules that several fields share, or that say what they mean by their name.
+# Rules that several fields share, or that have a meaning of their own.
 FLAG, COUNT, WHOLE = choice(True, False), number(1, whole=True), number(whole=True)
 TOKEN_ID = SIZE = number(0, whole=True)
 SHARE = number(0, 1, above=True)
@@ -166,9 +172,9 @@ DEVICE = Rule('auto, cpu, cuda or a GPU by its number ("cuda:1")', lambda name: 
     isinstance(name, str) and bool(re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name)), name))
 KV_DTYPE = Rule("auto or int8 (there is no fp8: int8 serves all devices)",
                 choice("auto", "int8").keep)
-ANYTHING = Rule("", lambda value: value)  # checked by the extra that it is for
+ANYTHING = Rule("", lambda value: value)  # the extra that reads the field checks it
 PENALTY = number(-2, 2)
-FACTOR = number(1e-6, 1e6)  # far beyond any use; a logit times it, or divided by it, is a float32
+FACTOR = number(1e-6, 1e6)  # beyond any use; a logit times or divided by it fits in float32
 FUNCTIONS = list_of(Rule("a function", lambda function: only_if(callable(function), function)),
                     "a list of functions f(token_ids, logits) -> logits")
 BIASES = numbers_by_id(-100, 100,  # OpenAI's bounds, and vLLM's
