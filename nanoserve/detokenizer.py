@@ -3,8 +3,8 @@
 Two things make this harder than decoding token by token. One character may need several tokens (an
 emoji is four bytes, and a token may hold two of them), and a token's text may depend on the token
 before it (a leading space, for many tokenizers). So a small window is decoded twice, without
-and with the new tokens. The difference is the new text; while it ends in U+FFFD, which stands for
-an unfinished character, it is kept back. (The method is that of Hugging Face's
+and with the new tokens. The difference is the new text. While it ends in U+FFFD, which stands for
+an unfinished character, it is held back. (The method is that of Hugging Face's
 text-generation-inference and of vLLM's first detokenizer.)
 
     tokens      "Once"  " upon"  "\\xf0\\x9f"   "\\x98\\x80"  " !"
@@ -15,15 +15,16 @@ Stop strings are searched in the text, because they need not begin or end where 
 that might be the beginning of a stop string is held back until the next tokens decide: a stream
 never shows what the final text does not contain.
 
-Two kinds of tokenizers need more. A decoder with byte tokens (SentencePiece's, as of Llama 2 and
-Gemma) decodes a run of them as a whole: one byte that begins a new character makes U+FFFD of the
-characters before it, which were emitted already. There the new tokens are decoded by themselves.
-And a model may write invalid bytes, or special tokens without text, for ever. A character has four
-bytes at most. So after `PATIENCE` tokens without text all but the last four tokens can't become a
-character any more: they are emitted, and the window stays short.
+Two cases need more. First, a decoder with byte tokens (SentencePiece's, as in Llama 2 and Gemma)
+decodes a run of bytes as a whole. While the last character of the run is unfinished, the decoder
+gives U+FFFD for all characters of the run, even for those that were emitted already. There the new
+tokens are decoded without the window. Second, a model may write invalid bytes, or special tokens
+without text, for ever. A character has at most four bytes. So after `PATIENCE` tokens without text,
+only the last four tokens can still become a character: the others are emitted, and the window stays
+short.
 
-Invariants: the emitted texts, joined, are the final text; and the final text does not depend on
-whether it was read before the end. A token costs the same wherever in a text it stands.
+Invariants: the emitted texts, joined, are the final text. The final text does not depend on whether
+it was read before the end. A token costs the same at any place in a text.
 """
 
 from collections.abc import Sequence
@@ -32,8 +33,8 @@ from typing import Protocol
 
 from nanoserve.config import RequestOutputKind, SamplingParams
 
-PATIENCE = 24  # pending tokens; with one more, the first of them are emitted as they are
-CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space
+PATIENCE = 24  # pending tokens; if there are more, the first ones are emitted as they are
+CONTEXT = 5  # prompt tokens before the first output token: enough for a character, a leading space
 
 
 # ---------------------------------------------------------------------- the tokenizer
@@ -41,7 +42,7 @@ CONTEXT = 5  # prompt tokens in front of the first window: enough for a characte
 
 
 class Tokenizer(Protocol):
-    """What the engine uses of a tokenizer, in transformers' names. Any such object will do."""
+    """The methods of a tokenizer that the engine calls, with transformers' names."""
 
     eos_token_id: int | None
     chat_template: str | None
@@ -58,9 +59,9 @@ def load_tokenizer(folder: Path, *, optional: bool = False,
                    trust_remote_code: bool = False) -> Tokenizer | None:
     """The tokenizer in a folder.
 
-    optional: return None where there are no tokenizer files, as with random weights. Raises
-    `ValueError` for a tokenizer that can't be loaded, or is empty: transformers makes an empty one
-    where the files are missing, and it would encode every text to nothing.
+    optional: return None if there are no tokenizer files, as with random weights. Raises
+    `ValueError` for a tokenizer that can't be loaded, or is empty: if files are missing,
+    transformers makes an empty one, which would encode every text to nothing.
     """
     if optional and not any((*folder.glob("*token*"), *folder.glob("tekken.json"))):
         return None
@@ -81,16 +82,16 @@ def load_tokenizer(folder: Path, *, optional: bool = False,
 class StopStrings:
     """Finds the stop strings of a request in its text, which grows from call to call.
 
-    first, last: the part of the text in which stop strings count, all of it here. (The server's
-    subclass excludes thoughts.)
+    first, last: where the part of the text begins and ends in which stop strings count. Here it is
+    the whole text; a subclass may exclude thoughts.
     """
 
     first: int = 0
     last: int | None = None
 
     def __init__(self, params: SamplingParams):
-        self.starts = dict.fromkeys(params.stop, 0)  # where each may begin in the text
-        self.is_watching = bool(params.stop)  # whether the text has to be looked at as it grows
+        self.starts = dict.fromkeys(params.stop, 0)  # where each may begin at the earliest
+        self.is_watching = bool(params.stop)  # whether the text must be searched as it grows
 
     def find(self, text: str, new_text: str, is_complete: bool) -> tuple[int, str | None] | None:
         """Where the text has to be cut, and the stop string that begins there, or None.
@@ -102,21 +103,23 @@ class StopStrings:
         return min(found, default=None)
 
     def go_on(self, text: str) -> None:
-        """The text was not cut: note for each stop string where it may begin at the earliest."""
+        """Note for each stop string where it may begin at the earliest. The text was not cut."""
         last = len(text) if self.last is None else self.last
-        self.starts = {stop: min(self._next_start(text, stop, max(self.first, start)),
-                                 max(start, last)) for stop, start in self.starts.items()}
+        for stop, start in self.starts.items():
+            next_start = self._next_start(text, stop, max(self.first, start))
+            self.starts[stop] = min(next_start, max(start, last))
 
     def _next_start(self, text: str, stop: str, at: int) -> int:
-        """The first place from `at` on where the text ends with the beginning of `stop`: its end,
-        if there is none. It never goes back, so all calls together read the text once."""
+        """The first place from `at` on where the rest of the text is a beginning of `stop`; the
+        text's end if there is none. It never goes back, so all calls together read the text once.
+        """
         while 0 <= at < len(text) and not (
                 len(text) - at < len(stop) and stop.startswith(text[at:])):
             at = text.find(stop[0], at + 1)
         return at if at >= 0 else len(text)
 
     def length_without(self, text: str) -> int:
-        """How much of the text no stop string will take back.
+        """How many characters no stop string can remove any more.
 
         Example: with stop "###", "done ##" counts 5 until the next character is known.
         """
@@ -129,8 +132,8 @@ class StopStrings:
 class Detokenizer:
     """Text of one sequence's output: `add` each token as it comes, then `flush` at the end.
 
-    tokenizer: anything with `decode(ids, skip_special_tokens=...)`. Once the text `is_over`, it was
-    cut, and `stop_string` is the stop string that was found, or None (see `StopStrings`).
+    When `is_over` is True, the text was cut, and `stop_string` is the stop string that was found
+    (None if a subclass of `StopStrings` cuts for another reason).
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int],
@@ -139,16 +142,16 @@ class Detokenizer:
         self.params = params
         self.stops = StopStrings(params) if stops is None else stops
         self.text = ""  # everything decoded so far, up to a stop string
-        self.context = self._context(prompt_token_ids)  # decoding starts here; it was emitted
-        self.pending: list[int] = []  # tokens behind the context: not emitted yet
+        self.context = self._context(prompt_token_ids)  # emitted tokens, at which decoding starts
+        self.pending: list[int] = []  # tokens after the context, not emitted yet
         self.num_emitted = 0  # tokens of the output whose text was emitted
         self.is_over = False
         self.stop_string: str | None = None
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the text is wanted only when it has ended: then it is decoded in one call, which
-        gives the same text unless there are broken characters in it."""
+        """Whether nothing reads the text before it has ended. Then it is decoded in one call, which
+        gives the same text unless it contains broken characters."""
         return (self.params.output_kind is RequestOutputKind.FINAL_ONLY
                 and not self.stops.is_watching)
 
@@ -159,7 +162,7 @@ class Detokenizer:
             self._emit()
 
     def flush(self) -> None:
-        """The output has ended: emit what is still incomplete as it is."""
+        """The output has ended: emit the pending tokens, even half a character."""
         if self.is_over:
             return
         if self.is_deferred and "\ufffd" in self._decode(self.context + self.pending):
@@ -171,17 +174,16 @@ class Detokenizer:
 
     @property
     def visible_text(self) -> str:
-        """What may be shown while the output goes on: no text that a stop string might take back.
-        """
+        """The text that may be shown while the output goes on: no stop string can remove it."""
         return self.text[:self.stops.length_without(self.text)]
 
     def _context(self, prompt_token_ids: list[int]) -> list[int]:
-        """The end of the prompt, from the beginning of a character: up to 3 tokens more than
-        `CONTEXT`, because a decoder with byte tokens makes U+FFFD of a whole run of them if the run
+        """The last `CONTEXT` tokens of the prompt, or up to 3 more, so that they begin with a whole
+        character: a decoder with byte tokens gives U+FFFD for a whole run of bytes if the run
         begins in the middle of a character.
 
-        A prompt that ends in U+FFFD can't be told from an output that waits for half a character.
-        There the context is the last token that is text by itself. (No context at all would be
+        If the prompt itself ends in U+FFFD, it would look like an output with an unfinished
+        character. Then the context is the last token that is text by itself. (An empty one would be
         wrong: a decoder that strips the first space of a text would strip the output's.)
         """
         for length in range(CONTEXT, CONTEXT + 4):
@@ -204,8 +206,8 @@ class Detokenizer:
         context, before = self.context, self._decode(self.context)
         after = self._decode(context + self.pending)
         if not after.startswith(before):
-            # Byte tokens 0A | F0: before is a newline, after is two broken characters. What was
-            # emitted stays; F0 by itself is one broken character, and may be the first of four.
+            # Byte tokens: 0A was emitted, F0 is new. `before` is a newline, `after` is two broken
+            # characters. So F0 is decoded alone: it may be the first byte of a character.
             context, before, after = [], "", self._decode(self.pending)
         is_whole = len(after) > len(before) and not after.endswith("\ufffd")
         if is_whole or at_the_end:
@@ -214,13 +216,13 @@ class Detokenizer:
             self._give_up(context, before, after)
 
     def _give_up(self, context: list[int], before: str, after: str) -> None:
-        """Emit all pending tokens but about four, cut where the text stays the same.
+        """Emit all pending tokens but the last 4 to 7, so that the texts of both parts join.
 
-        Tokens without any text go first: 25 of them may stand between the bytes of one character.
-        Then 4 to 7 tokens stay pending. Of FF, 25 times, four stay. Of E4 BD, twelve times, and E4
-        five stay, because four would begin with BD, in the middle of a broken character. What was
-        emitted becomes the new context, alone or behind the old one: a decoder with byte tokens has
-        to see the bytes that made the run invalid.
+        Tokens without any text are taken out first: 25 of them may stand between the bytes of one
+        character. Example: of 25 times FF, four stay pending. Of twelve times E4 BD and then E4,
+        five stay, because the last four begin with BD, in the middle of a broken character. The new
+        context is the old one or the emitted tokens: a decoder with byte tokens may need the bytes
+        that made a run invalid.
         """
         with_text = [token_id for token_id in self.pending if self._decode([token_id])]
         if len(with_text) < len(self.pending) and self._decode(context + with_text) == after:
@@ -233,6 +235,7 @@ class Detokenizer:
             head, tail = self.pending[:num], self.pending[num:]
             emitted = self._decode(context + head)
             contexts = [(self._decode(ids), ids) for ids in (context, head)]
+            # A stable sort: first the contexts that end in a broken character.
             contexts.sort(key=lambda one: not one[0].endswith("\ufffd"))
             for start, ids in contexts:
                 rest = self._decode(ids + tail)
@@ -242,8 +245,8 @@ class Detokenizer:
 
     def _extend(self, new_text: str, num: int, context: list[int],
                 is_complete: bool = False) -> None:
-        """Emit the text of the first `num` pending tokens, up to a stop string. What comes next is
-        decoded behind `context`."""
+        """Emit the text of the first `num` pending tokens, up to a stop string. The tokens after
+        them are decoded after `context`."""
         self.context, self.pending = context, self.pending[num:]
         self.num_emitted += num
         self.text += new_text

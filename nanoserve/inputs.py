@@ -1,17 +1,17 @@
-"""A request's way in: prompts are tokenised, and everything is checked, before the engine sees it.
+"""A request's way in: prompts are tokenised, and all is checked, before the engine gets a request.
 
     conversation ──render_chat──► dict ─┐
     str, dict, token ids ───────────────┴─read_prompt──┐
-    SamplingParams ──checked beside the vocabulary─────┴─► process ──► Request
+    SamplingParams ──checked against the vocabulary────┴─► process ──► Request
 
 Invariant: a request is checked completely, so the engine only meets requests that can run. An error
 names the field, its value and the remedy, and no other request is affected. An `InputProcessor` is
 never changed, so any number of threads can use one.
 
-What needs neither a tokenizer nor a vocabulary is checked in config.py. Known limits: a message's
-content is a text (the extras take other forms, `Inputs` in nanoserve_extras/base/inputs.py). A
-prompt that is too long is not cut, and a value that is too large is not clamped, as some servers
-do: the caller would get an answer to another question.
+What needs neither a tokenizer nor a vocabulary is checked in config.py. Known limit: a message's
+content is a text (nanoserve_extras/base/inputs.py takes other forms). Road not taken: some servers
+cut a prompt that is too long and clamp a value that is too large. Here both are refused, because
+the caller would get an answer to another question.
 """
 
 from dataclasses import replace
@@ -25,16 +25,16 @@ from nanoserve.request import Request
 # "Once upon a time", [5, 9, 31], {"prompt": "Once upon a time"}, {"prompt_token_ids": [5, 9, 31]}
 Prompt = str | dict | list[int]
 
-# What generation_config.json may recommend, and the fields of `SamplingParams` that it means.
+# Entries of generation_config.json -> the fields of `SamplingParams` that they give values for.
 RECOMMENDED = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
                    repetition_penalty="repetition_penalty", max_new_tokens="max_tokens",
                    min_new_tokens="min_tokens", stop_strings="stop")
 
 
 class InputProcessor:
-    """Tokenises and checks. config: resolved, with the `max_model_len` that the KV cache allows."""
+    """Makes checked requests. config: resolved, with the `max_model_len` that fits the KV cache."""
 
-    request_class = Request  # what `process` makes; the extras' has more fields
+    request_class = Request  # what `process` makes; a subclass may add fields
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig,
                  tokenizer: Tokenizer | None):
@@ -44,12 +44,12 @@ class InputProcessor:
         self.suppressed = self._read_suppressed()
 
     def check_generates(self) -> None:
-        """Raises `ValueError` where requests don't become text."""
+        """Raises `ValueError` if the model writes no text; a subclass may serve such models."""
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
                 priority: int = 0, lora_request: object = None) -> Request:
-        """Raises `ValueError` for an empty or over-long prompt, a token outside the vocabulary,
-        or parameters out of range."""
+        """Make a request. Raises `ValueError` for an empty or over-long prompt, a token outside the
+        vocabulary, or parameters out of range."""
         self.check_envelope(request_id, priority)
         text, ids = self.read_prompt(prompt)
         self._check_length(ids)
@@ -65,17 +65,20 @@ class InputProcessor:
                                   late_ids, bad_word_ids, self.tokenizer, lora_request=lora_request)
 
     def requests_of(self, prompts: Prompt | list[Prompt], **given: object) -> list[dict]:
-        """For each prompt the arguments of `make_request`. given: by name, a value for all prompts
-        or a list with one for each; `None` is left out."""
+        """The arguments of `make_request`, a dict for each prompt. given: each argument is a value
+        for all prompts, or a list with one for each; `None` is left out."""
         prompts = as_list(prompts)
-        columns = {name: one_for_each(one, len(prompts), name) for name, one in given.items()}
-        return [dict(prompt=prompt) | {name: column[i] for name, column in columns.items()
-                                       if column[i] is not None}
-                for i, prompt in enumerate(prompts)]
+        requests = [{"prompt": prompt} for prompt in prompts]
+        for name, value in given.items():
+            values = one_for_each(value, len(prompts), name)
+            for request, own in zip(requests, values, strict=True):
+                if own is not None:
+                    request[name] = own
+        return requests
 
     def check_envelope(self, request_id: str, priority: int) -> None:
-        """Check what every kind of request has. (As in vLLM, a priority may be given to an engine
-        with another policy; no text depends on it.)"""
+        """Check the arguments that every kind of request has. (As in vLLM, a priority is accepted
+        with any scheduling policy; only "priority" uses it.)"""
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a str, got {request_id!r:.80}")
         if type(priority) is not int:
@@ -84,10 +87,11 @@ class InputProcessor:
     # ------------------------------------------------------------------- prompts
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt in any of its forms -> its text, if it has one, and its token ids.
+        """The text of a prompt in any form (None if it has no text) and its token ids.
 
         Text gets the special tokens that the tokenizer wants in front (BOS, for Llama); ids are
-        taken as they are. A dict with both keeps its text for the output and computes its ids.
+        taken as they are. Of a dict with both, the ids are computed; the text is only for the
+        output.
         """
         text, ids = None, prompt
         if isinstance(prompt, dict):
@@ -111,15 +115,17 @@ class InputProcessor:
         return text, [int(i) for i in ids]
 
     def read_dict(self, prompt: dict) -> tuple[str | None, list[int] | None]:
-        """The two entries that a prompt dict may have."""
+        """The text and the token ids in a prompt dict, either of which may be missing."""
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if prompt.keys() - {"prompt", "prompt_token_ids"} or text is None and ids is None:
+        has_other_keys = prompt.keys() - {"prompt", "prompt_token_ids"}
+        if has_other_keys or (text is None and ids is None):
             raise ValueError("a prompt dict takes 'prompt' or 'prompt_token_ids', got "
                              f"{sorted(map(str, prompt))}")
         return text, ids
 
     def _check_length(self, ids: list[int]) -> None:
-        """With 1,024: a prompt of 1,023 leaves room for one token, 1,024 for none."""
+        """Refuse a prompt that leaves no room for an output token. With a `max_model_len` of 1,024,
+        1,023 tokens leave room for one."""
         limit = self.config.max_model_len
         if len(ids) >= limit:
             raise ValueError(
@@ -129,14 +135,15 @@ class InputProcessor:
                 "what limits it)")
 
     def render_chats(self, messages: list, **template_options) -> list[dict]:
-        """The prompts of one conversation, a list of dicts, or of a list of conversations."""
+        """A prompt for each conversation. messages: one conversation, which is a list of dicts, or
+        a list of conversations."""
         many = isinstance(messages, (list, tuple)) and not any(
             isinstance(message, dict) for message in messages)
-        return [self.render_chat(one, **template_options)
-                for one in (messages if many else [messages])]
+        conversations = messages if many else [messages]
+        return [self.render_chat(one, **template_options) for one in conversations]
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
-        """A conversation through the chat template -> a prompt dict with text and token ids."""
+        """The prompt dict that the chat template makes of a conversation: text and token ids."""
         tokenizer = self.tokenizer_for("chat()")
         check_conversation(conversation)
         self.check_template(template_options)
@@ -147,14 +154,14 @@ class InputProcessor:
                                  f"package nanoserve_extras reads more), got {message!r:.80}")
         try:
             text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_options)
-        except Exception as error:  # a template is a program of its own
+        except Exception as error:  # a template is a program, and may raise anything
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
-        # The template has written the special tokens, BOS included.
+        # The template has already written the special tokens, BOS included.
         return {"prompt": text,
                 "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def check_template(self, template_options: dict) -> None:
-        """Raises `ValueError` where neither the caller nor the tokenizer has a chat template."""
+        """Raises `ValueError` if neither the caller nor the tokenizer has a chat template."""
         tokenizer = self.tokenizer_for("chat()")
         if not (template_options.get("chat_template") or tokenizer.chat_template):
             raise ValueError("the tokenizer has no chat template, as that of a base model, "
@@ -163,14 +170,14 @@ class InputProcessor:
 
     def encode(self, text: str, what: str = "a text prompt",
                add_special_tokens: bool = True) -> list[int]:
-        """Token ids. what: what the text is, for the error."""
+        """The token ids of a text. what: a name of the text, for the error."""
         try:
             return self.tokenizer_for(what).encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # raised by the tokenizer for a str without a UTF-8 form
             raise ValueError(f"{what} is no valid text, a lone surrogate? {text!r}") from error
 
     def tokenizer_for(self, what: str) -> Tokenizer:
-        """Raises `ValueError` if there is none."""
+        """The tokenizer. Raises `ValueError` if there is none. what: the text that needs one."""
         if self.tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, and this engine has none: use token ids, "
                              "or name one with tokenizer= (and without skip_tokenizer_init)")
@@ -179,8 +186,8 @@ class InputProcessor:
     # ---------------------------------------------------------------- parameters
 
     def _read_params(self, given: SamplingParams | None) -> SamplingParams:
-        """A copy of what was given, checked beside the vocabulary, with token ids for the stop
-        strings that are special tokens."""
+        """A copy of the given parameters, checked against the vocabulary, with token ids for the
+        stop strings that are special tokens."""
         if given is not None and not isinstance(given, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {given!r}")
         # Making the copy checks the fields once more. The caller may have changed them since, and
@@ -191,7 +198,7 @@ class InputProcessor:
         params.stop_token_ids = [*params.stop_token_ids, *self._stops_that_are_skipped(params)]
         self._check_vocabulary(params)
         for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) == -1:  # all; from here on a number like any other
+            if getattr(params, name) == -1:  # all: from here on a number like any other
                 setattr(params, name, self.model_config.vocab_size)
         return params
 
@@ -209,9 +216,9 @@ class InputProcessor:
                                  f"use at most {size}, or -1 for all")
 
     def _stops_that_are_skipped(self, params: SamplingParams) -> list[int]:
-        """With `skip_special_tokens` a stop string that is a special token, "<|im_end|>" say, never
-        gets into the text, so the token has to stop it. Raises `ValueError` for a stop string of
-        more than such a token."""
+        """The ids of the stop strings that are special tokens, such as "<|im_end|>". With
+        `skip_special_tokens` they never appear in the text, so they must become stop tokens. Raises
+        `ValueError` for a stop string of such a token and more."""
         found: list[int] = []
         for stop in params.stop if params.skip_special_tokens else ():
             ids = self.encode(stop, "stop", add_special_tokens=False)
@@ -226,9 +233,9 @@ class InputProcessor:
         return found
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """Each word as tokens, bare and with a space in front, which is another token for most
-        tokenizers. (vLLM leaves out the second form where it has another number of tokens; here it
-        is left out only where it ends with the first, which bans it anyway.)"""
+        """The tokens of each word, without and with a space in front: most tokenizers have other
+        tokens for the second form. (vLLM leaves that form out if it has another number of tokens;
+        here it is left out only if it ends with the first form, which bans it anyway.)"""
         found: list[list[int]] = []
         for word in words:
             what = f"bad_words={words!r}"
@@ -243,17 +250,18 @@ class InputProcessor:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The tokenizer's and those of both files: all of them end a text, as in vLLM.
+        """The EOS tokens of config.json, generation_config.json and the tokenizer. Each of them
+        ends a text, as in vLLM.
 
         Often there are several: a chat model ends a turn with one and a document with another. A
-        fine-tuned one may name its turn's end in its tokenizer alone.
+        fine-tuned model may name its end of a turn in its tokenizer only.
         """
         eos = getattr(self.tokenizer, "eos_token_id", None)
         return (*self.model_config.eos_token_ids, *(() if eos is None else (eos,)))
 
     def _late_ids(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that may not come before `min_tokens`. EOS is one even with `ignore_eos`, as
-        in vLLM. Some configs name an EOS outside the vocabulary."""
+        """The tokens that are not allowed before `min_tokens`: stop tokens, and EOS even with
+        `ignore_eos`, as in vLLM. Some configs name an EOS outside the vocabulary."""
         return frozenset(i for i in (*params.stop_token_ids, *self.eos_ids)
                          if 0 <= i < self.model_config.vocab_size)
 
@@ -262,8 +270,8 @@ class InputProcessor:
         """Refuse params with which all logits of a step could become -inf.
 
         A bad word counts as if its last token were banned all the time, unless it contains a token
-        that is not allowed. This also refuses some params that would work (two allowed tokens, each
-        banned behind the other). But it is simple, and always safe.
+        that is not allowed. This is simple and always safe, but it also refuses some params that
+        would work (two allowed tokens, each banned after the other).
         """
         allowed = set(params.allowed_token_ids or ())
         words = [word for word in bad_word_ids if not allowed or allowed.issuperset(word)]
@@ -282,10 +290,11 @@ class InputProcessor:
 
     def recommended(self) -> dict:
         """Fields of `SamplingParams` for which generation_config.json has a value."""
+        if self.config.generation_config != "auto":
+            return {}
         entries = self.model_config.generation_defaults
-        is_asked = self.config.generation_config == "auto"
         return {ours: entries[theirs] for theirs, ours in RECOMMENDED.items()
-                if is_asked and entries.get(theirs) is not None}
+                if entries.get(theirs) is not None}
 
     def default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
@@ -300,15 +309,15 @@ class InputProcessor:
         return params
 
     def _read_suppressed(self) -> list[list[int]]:
-        """Tokens that no text has, whatever a request asks for, as bad words of one token: the
-        `suppress_tokens` of generation_config.json, and of its `bad_words_ids` those that are one
-        token and no EOS. As in transformers, ids outside the vocabulary forbid nothing."""
+        """The tokens that generation_config.json forbids for all requests, as bad words of one
+        token: `suppress_tokens`, and the entries of `bad_words_ids` that are one token and no EOS.
+        As in transformers, ids outside the vocabulary forbid nothing."""
         entries = self.model_config.generation_defaults
         try:
             ids = list(entries.get("suppress_tokens") or [])
             words = [list(word) for word in entries.get("bad_words_ids") or []]
         except TypeError:
-            ids, words = [None], []
+            ids, words = [None], []  # not lists: refused below
         ids += [word[0] for word in words if len(word) == 1 and word[0] not in self.eos_ids]
         if any(type(i) is not int for i in ids):
             raise ValueError("generation_config.json: suppress_tokens and bad_words_ids must be "
@@ -325,7 +334,7 @@ def is_token_id(value: object) -> bool:
 
 
 def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    """One prompt alone is a list of one; a list of token ids is one prompt."""
+    """A list of prompts. One prompt becomes a list of one; a list of token ids is one prompt."""
     if not isinstance(prompts, (str, dict, list, tuple)):
         raise ValueError(f"prompts must be a str, a dict or a list, got {type(prompts).__name__}")
     many = isinstance(prompts, (list, tuple)) and not (prompts and is_token_id(prompts[0]))
@@ -341,7 +350,7 @@ def check_conversation(messages: object) -> None:
 
 
 def one_for_each(value: object, count: int, name: str) -> list:
-    """A single value is repeated for each prompt; a list must have one entry for each."""
+    """A list of `count` values. A single value is repeated; a list must have `count` entries."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:

@@ -1,20 +1,20 @@
-"""A checked request: from its start as sequences to the outputs that its caller gets.
+"""A checked request: it starts the sequences, and makes the outputs that its caller gets.
 
     prompt, SamplingParams ──inputs.py──► Request ──start──► Sequence × n ──► the engine
                                              │                                    │
     RequestOutput ◄──────── output ──────────┴─────── add_tokens ◄────────────────┘
 
 A request knows what its caller asked for, and how much of the result the caller has got. Its
-sequences are what the scheduler sees; they share nothing but the prompt.
+sequences are what the scheduler sees; they share no state that changes.
 
-Invariants: nothing here touches the engine's state. What depends on the order of arrival (ties of
-priority, the seed of a request that names none) is settled in `start`, when the request is
-submitted; until then it may be thrown away. An output is a record of one moment: it is handed over
-and never written to again, so a caller may keep it while the request goes on.
+Invariants: nothing here touches the engine's state. What depends on the order of arrival (the order
+among equal priorities, the seed if the caller gave none) is settled in `start`, when the request is
+submitted; before that, a request may be thrown away. An output is a record of one moment: it is
+never written to after it is handed over, so a caller may keep it while the request goes on.
 
-Names and fields of outputs are vLLM's, so that a script which reads them needs no change. vLLM V1
-has an output processor beside the request, with a second table of requests; but what a caller has
-got is a fact about one request.
+Names and fields of outputs are vLLM's, so that a script which reads them needs no change. Road not
+taken: an output processor with a second table of requests, as in vLLM V1. How much a caller has got
+is a fact about one request, so it stands here.
 """
 
 import time
@@ -43,15 +43,15 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One of a request's n samples. logprobs: for each of its tokens those of the token itself and
-    of the likeliest ones, by token id."""
+    """One of a request's n samples. logprobs: a dict for each of its tokens, by token id, with the
+    token itself and the likeliest ones."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
+    finish_reason: str | None = None  # "stop", "length", "abort"; None: unfinished
     stop_reason: int | str | None = None  # the stop string or token; None for EOS
 
     def finished(self) -> bool:
@@ -90,10 +90,10 @@ Entry = tuple[int, float, int]  # token id, logprob, rank
 class LogprobHistory:
     """All logprobs of one request, a dict for each token: the token itself, then the likeliest.
 
-    A request that wants 2 gets 2, even if its batch has looked up more:
+    A request with logprobs=2 gets the 2 likeliest, even if its batch has looked up 3:
 
-        sampled 7    likeliest 3 7 9 (of which it wants 2)    {7: rank 2, 3: rank 1}
-        sampled 9    likeliest 3 7 9                          {9: rank 3, 3: rank 1, 7: rank 2}
+        sampled 7    likeliest 3 7 9    kept {7: rank 2, 3: rank 1}
+        sampled 9    likeliest 3 7 9    kept {9: rank 3, 3: rank 1, 7: rank 2}
 
     In a prompt, position i gives the logprob of token i + 1, so the first token has none.
 
@@ -109,7 +109,7 @@ class LogprobHistory:
         self.cumulative = [0.0] * params.n  # the sum over a sample's tokens
         self.prompt: list[dict[int, Logprob] | None] = [None]
         self.undecoded: list[dict[int, Logprob]] = []
-        self.texts: dict[int, str] = {}  # by token: the likely ones come again and again
+        self.texts: dict[int, str] = {}  # token id -> its text: likely tokens come again and again
 
     def add(self, index: int, entries: list[Entry]) -> None:
         """One more token of a sample. entries: the token, then the likeliest."""
@@ -117,8 +117,8 @@ class LogprobHistory:
         self.cumulative[index] += entries[0][1]
 
     def add_prompt(self, positions: range, entries: list[list[Entry]]) -> None:
-        """Entries of the prompt positions of a step. After a preemption positions are computed
-        again: those already known are skipped. Raises `FloatingPointError` at one that is NaN."""
+        """The entries of a step's prompt positions. Positions that were scored before a preemption
+        are skipped. Raises `FloatingPointError` if an entry is NaN."""
         for position, one in zip(positions, entries, strict=True):
             if isnan(one[0][1]):
                 raise FloatingPointError(f"the logits of prompt position {position}")
@@ -126,7 +126,7 @@ class LogprobHistory:
                 self.prompt.append(self._as_dict(one, self.params.prompt_logprobs))
 
     def decode(self) -> None:
-        """Add to all new dicts the texts of their tokens, each token decoded alone."""
+        """Add the texts of the tokens to all new dicts. Each token is decoded alone."""
         if self.tokenizer is None:
             return
         for logprobs in self.undecoded:
@@ -147,7 +147,7 @@ class LogprobHistory:
 
 # ---------------------------------------------------------------------- the request
 
-# What a request may ask for that only an extra can do, and the remedy where the engine has none.
+# Fields of a request that only an extra can honour -> the remedy if the engine has no such extra.
 HANDED_ON = {"lora_request": "make the engine with enable_lora=True",
              "structured_outputs": "this engine has no extra for grammars, leave it out",
              "thinking_token_budget": "this engine has no extra for thoughts, leave it out"}
@@ -155,7 +155,7 @@ HANDED_ON = {"lora_request": "make the engine with enable_lora=True",
 
 @dataclass(eq=False)
 class Request:
-    """A checked request: its sequences, one a sample, and how much its caller has got."""
+    """A checked request, its sequences (one for each sample), and how much its caller has got."""
 
     request_id: str
     prompt: str | None
@@ -169,41 +169,43 @@ class Request:
     tokenizer: Tokenizer | None  # None: no text is made
     arrival_time: float = field(default_factory=time.time)  # seconds since 1970
 
-    # What extras use.
-    lora_request: object = None  # the adapter that it names
+    # Set by extras, or read by them.
+    lora_request: object = None  # the adapter that the caller names
     adapter_id: int = 0  # the number of this adapter, 0 for none
-    root: CacheEntry | None = None  # parent of its first block
-    contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
-    make_stops: Callable[[SamplingParams], StopStrings] = StopStrings  # one for each sample
-    made: dict[object, Any] = field(default_factory=dict)  # by extra: what it keeps for this
+    root: CacheEntry | None = None  # parent of the first block
+    contents: dict[int, bytes] = field(default_factory=dict)  # see CoreRequest
+    make_stops: Callable[[SamplingParams], StopStrings] = StopStrings  # called per sample
+    made: dict[object, Any] = field(default_factory=dict)  # extra -> its object for the request
 
-    # From `start` on. Each list has an entry for each sample.
+    # Filled by `start`. Each list has one entry for each sample.
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
-    num_read: list[int] = field(default_factory=list)  # tokens that its detokenizer has seen
-    told: list[tuple[int, int]] = field(default_factory=list)  # characters and tokens, as DELTA
-    num_told_of_prompt: int = 0  # prompt logprobs, as DELTA
+    num_read: list[int] = field(default_factory=list)  # tokens read so far, prompt included
+    # What earlier outputs contained: characters and tokens of a sample, logprobs of the prompt.
+    # These stay 0 unless `output_kind` is DELTA.
+    told: list[tuple[int, int]] = field(default_factory=list)
+    num_told_of_prompt: int = 0
     history: LogprobHistory = field(init=False)
     inbox: Inbox | None = None
 
     def check_taken(self, taken: set[str]) -> None:
-        """Raises `ValueError` for what only an extra can do, if this engine has none that does it.
-        taken: see `Extra.takes`."""
+        """Raises `ValueError` for a field of `HANDED_ON` that no extra honours. taken: the fields
+        that some extra does (`Extra.takes`)."""
         for name, remedy in HANDED_ON.items():
             value = getattr(self, name, None) or getattr(self.params, name, None)
             if value is not None and name not in taken:
                 raise ValueError(f"{name}={value!r:.80}: {remedy}")
 
     def chain_from(self, root: CacheEntry, adapter_id: int) -> None:
-        """Have its blocks begin at `root`, so that only requests with the same root find them."""
+        """Let the blocks begin at `root`, so that only requests with the same root find them."""
         self.root, self.adapter_id = root, adapter_id
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
-        """Make the sequences, one a sample. From here on they are independent; the prefix cache
-        finds out by itself that they share a prompt.
+        """Make the sequences, one for each sample. From here on they are independent; they share
+        the blocks of their prompt through the prefix cache.
 
-        Each one's seed is a hash of the request's seed, or else of the engine's and the arrival, so
-        that a script that is run twice writes the same text twice.
+        The seed of a sequence is a hash of the sample's index and of the request's seed, or without
+        one of the engine's seed and the arrival. So a script that runs twice gets the same text.
         """
         params, ids = self.params, self.prompt_token_ids
         core = CoreRequest(
@@ -232,11 +234,11 @@ class Request:
         return all(seq.finish_reason is not None for seq in self.sequences)
 
     def add_tokens(self, seq: Sequence, logprobs: list[list[Entry]] | None = None) -> bool:
-        """Turn the new tokens of `seq` into text. Returns whether a stop string has ended the text:
-        then it ends after `num_read` tokens, even if the step brought more.
+        """Turn the new tokens of `seq` into text. Returns whether a stop string has ended the text.
+        Then the sequence ends after `num_read` tokens, even if the step brought more.
 
-        logprobs: each new token's, where they are wanted. They are kept before any text is made, so
-        that there are as many logprobs as tokens even when a tokenizer fails.
+        logprobs: the entries of each new token, if the request wants them. They are kept before any
+        text is made: even if the tokenizer fails there are as many logprobs as tokens.
         """
         index = seq.index
         for i, token_id in enumerate(seq.token_ids[self.num_read[index]:]):
@@ -249,7 +251,7 @@ class Request:
             detokenizer = self.detokenizers[index]
             has_ended = (seq.finish_reason is not None
                          and self.num_read[index] == len(seq.token_ids))
-            # The token that ended it, EOS say, is no text, unless the caller wants to see it.
+            # The token that ended the sequence, EOS say, gives no text unless the caller wants it.
             is_hidden = (has_ended and token_id in seq.request.stop_ids
                          and not self.params.include_stop_str_in_output)
             if not is_hidden:
@@ -261,18 +263,18 @@ class Request:
         return False
 
     def flush(self) -> None:
-        """The request ends early, by an abort: text that was held back comes out as it is."""
-        self.history.decode()  # also if its prompt is cut short
+        """End the text of an aborted request: text that was held back is kept as it is."""
+        self.history.decode()  # `add_tokens` may never have been called
         for detokenizer in self.detokenizers:
             detokenizer.flush()
 
     def keep_to_the_end(self) -> None:
-        """Hand over one output, when it has finished."""
+        """Have only one output, when the request has finished."""
         self.params.output_kind = RequestOutputKind.FINAL_ONLY
 
     @property
     def is_streamed(self) -> bool:
-        """Whether outputs are handed over before it has finished."""
+        """Whether outputs are handed over before the request has finished."""
         return self.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
     def output(self) -> RequestOutput:
@@ -283,13 +285,13 @@ class Request:
             num_cached_tokens=self.sequences[0].num_cached_tokens)
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
-        """While a sample runs only its `visible_text` is shown, which never shrinks. So a DELTA is
-        the text behind the characters that were sent before."""
+        """A sample as it is now. While it runs, only its `visible_text` is shown, which never
+        shrinks. So a DELTA is the text after the characters of earlier outputs."""
         text, index = "", seq.index
         if self.detokenizers:
             detokenizer = self.detokenizers[index]
             text = detokenizer.visible_text if seq.finish_reason is None else detokenizer.text
-        num_chars, num_tokens = self.told[index]  # zeros where all is told each time
+        num_chars, num_tokens = self.told[index]  # zeros unless DELTA
         if self.params.output_kind is RequestOutputKind.DELTA:
             self.told[index] = len(text), len(seq.token_ids) - seq.num_prompt_tokens
         completion = CompletionOutput(
@@ -304,7 +306,7 @@ class Request:
         return completion
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """As many as there are: all, but for a request that was aborted in its prompt."""
+        """All that the prompt has (DELTA: the new ones). After an abort some may be missing."""
         if self.params.prompt_logprobs is None:
             return None
         start, prompt = self.num_told_of_prompt, self.history.prompt
