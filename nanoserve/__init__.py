@@ -1,7 +1,7 @@
 """nanoserve: an LLM inference engine to read, run and change. Start with the README.
 
-The names are loaded when they are first used (PEP 562), so that `import nanoserve.scheduler` does
-not import torch: the scheduler and everything that it imports run without torch.
+The names are loaded at their first use (PEP 562): the scheduler and everything that it imports run
+without torch, so `import nanoserve.scheduler` must not import it.
 """
 
 import os
@@ -9,19 +9,21 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-# How often an idle OpenMP thread looks for work before it sleeps. torch's library reads this when
-# it is loaded, so import nanoserve before torch. The default is 15 times as many: where another
-# program needs a core, a step's threads would wait longer than they compute.
+# How often an idle OpenMP thread looks for work before it sleeps. OpenMP reads this when torch is
+# loaded, so import nanoserve before torch. The default is 15 times as high: when another program
+# needs a core, the threads of a step would wait longer than they compute.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
+# The engine's module of each public name.
 _HOMES = {"LLM": "llm", "LLMEngine": "engine", "EngineConfig": "config", "SamplingParams": "config",
           "RequestOutputKind": "config", "RequestOutput": "request", "CompletionOutput": "request",
           "Logprob": "request", "ModelConfig": "model_config"}
 
 
 def _homes() -> dict[str, str]:
-    """The module of each name: the extras' one, if they are there and have it, or the engine's."""
+    """The module of each public name: that of nanoserve_extras, if it is installed and has the
+    name, or else the engine's."""
     homes = {name: f"nanoserve.{module}" for name, module in _HOMES.items()}
     try:
         import nanoserve_extras

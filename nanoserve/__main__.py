@@ -1,18 +1,18 @@
-"""The command `nanoserve`, and how a command ends: in silence, also by Ctrl-C or a closed pipe.
+"""The command `nanoserve`, and how a command ends: without a traceback, even by Ctrl-C.
 
     if __name__ == "__main__":
         with command():
-            main()              which imports torch itself, late
+            main()              imports torch, so it is called within the block
 
-A script whose user presses Ctrl-C, or types `| head` behind it, has nothing to explain, and so no
-traceback to print. Its status is 128 and the signal's number: what a shell expects.
+Ctrl-C, or a pipe that its reader closes (`nanoserve ... | head`), is no error: a traceback would
+explain nothing. The exit status is 128 plus the signal's number, as a shell expects.
 
-While a library is being imported, Ctrl-C ends the process at once. Libraries catch what is raised
-in them: some go on with half of themselves, some make another error of it. So whatever takes long
-to import stands within the `with` block; this file imports nothing that does.
+While a library is being imported, Ctrl-C ends the process at once. Some libraries catch exceptions
+raised during their import, and go on half loaded or raise another error. So modules that take long
+to import are imported within the `with` block; this file imports none of them.
 
-Where Ctrl-C is ignored (a shell's background), or is somebody else's, it stays so. The commands
-themselves, `nanoserve serve` say, are those of `nanoserve_extras`.
+If Ctrl-C is ignored (as in a shell's background), or has a handler of its own, it stays so. The
+commands themselves, such as `nanoserve serve`, are in `nanoserve_extras`.
 """
 
 import os
@@ -25,8 +25,8 @@ from types import FrameType
 
 from nanoserve import __version__
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # the shell's words for SIGINT (2) and SIGPIPE (13)
-HOME = Path(__file__).parent.parent  # printed, as there may be an installation elsewhere
+INTERRUPTED, BROKEN_PIPE = 130, 141  # a shell's status for SIGINT (2), SIGPIPE (13)
+HOME = Path(__file__).parent.parent  # printed, because there may be several installations
 IN_PYTHON = """\
 In Python
   from nanoserve import LLM, SamplingParams
@@ -36,8 +36,8 @@ In Python
 
 @contextmanager
 def command():
-    """The whole of a command, from the imports that take long. Raises `SystemExit` with the shell's
-    status where it was interrupted, or where nobody reads its output any longer."""
+    """A block for a whole command, its slow imports included. Raises `SystemExit` with a shell's
+    status after Ctrl-C, or when the pipe that takes the output is closed."""
     is_default = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler)
     if is_default:
@@ -46,11 +46,11 @@ def command():
         try:
             yield
         finally:
-            if sys.stdout is not None:  # as in a service that was started without one
+            if sys.stdout is not None:  # a service may have been started without one
                 sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # Python flushes once more when it ends, and that must not fail
+    except BrokenPipeError:  # Python flushes again at its end, and that must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(BROKEN_PIPE)
     finally:
@@ -59,7 +59,7 @@ def command():
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C: as always, but within an `import` statement the process ends here and now."""
+    """Handle Ctrl-C as Python does, but within an `import` statement end the process at once."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os._exit(INTERRUPTED)
@@ -68,7 +68,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that is named first; returns the exit code."""
+    """Run the command that `argv` begins with. Returns the exit code."""
     argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
     with command():
         try:

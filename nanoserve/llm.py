@@ -1,8 +1,8 @@
 """The public API: `LLM` finds a checkpoint, wires the parts together, and generates.
 
-    read_options      what was asked for                            EngineConfig
-    read_checkpoint   what the model is                             ModelConfig
-    settle            what was left open, for machine and model     EngineConfig, resolved
+    read_options      the options of the user                       EngineConfig
+    read_checkpoint   the model's description                       ModelConfig
+    settle            values for open options                       EngineConfig, resolved
     plan              the tokenizer, and what extras add            Plan
     start_runner      the ranks, the weights, the KV cache          ModelRunner
                                                                     └──► LLMEngine: the loop
@@ -10,13 +10,13 @@
 
 This is the one place where the parts meet. `LLM` is the engine of engine.py, plus the stages that
 make it from a checkpoint, and methods that take whole lists of prompts. Each stage is a method that
-a subclass may override: so does the one in nanoserve_extras/base/llm.py, which takes all extras.
+a subclass may override, as `LLM` of nanoserve_extras/base/llm.py does, which takes all extras.
 
 Invariant: all requests are checked before any work starts, so one bad prompt among many wastes no
 computation.
 
-Names and defaults are vLLM's, so that its users need to change one import only. What is not
-supported raises; nothing is accepted and ignored.
+Names and defaults are vLLM's, so that its users need to change only one import. An argument that
+is not supported raises an error; none is accepted and ignored.
 """
 
 import weakref
@@ -42,31 +42,33 @@ BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
 @dataclass(frozen=True)
 class Plan:
-    """What an engine will be made of. Each extra hands on a copy with what it adds."""
+    """The parts of an engine to be made. `Extra.prepare` returns a copy with its additions."""
 
     config: EngineConfig  # resolved
     model_config: ModelConfig
     folder: Path  # the checkpoint's
     tokenizer: Any  # transformers', or None
-    make_inputs: Callable  # makes the `InputProcessor`, which checks requests
+    make_inputs: Callable  # makes the `InputProcessor`
     parts: RankParts = field(default_factory=RankParts)  # for the runner of each rank
 
 
 class LLM(LLMEngine):
-    """An engine with one model. `LLM(model, **options)`: the fields of `EngineConfig`.
+    """An engine with one model. The options are the fields of `EngineConfig`.
 
     model: a local folder, a hub id or a bundled model's name; without one, the bundled story model.
-    extras: objects of your own to be added, in the order in which they are asked (hooks.py).
+    extras: objects to be added, in the order in which they are called (hooks.py).
     Raises `ValueError` for options or checkpoints that can't work, `TypeError` for options that do
     not exist.
     """
 
     generates = True  # requests write text; a subclass may serve models that pool
+
+    # The classes of the parts, which a subclass may replace.
     make_plan: Callable = Plan
-    make_inputs: Callable = InputProcessor  # makes what checks requests
-    make_ranks: Callable = parallel.Ranks  # makes what a rank knows of the others
+    make_inputs: Callable = InputProcessor
+    make_ranks: Callable = parallel.Ranks
     make_runner: Callable = ModelRunner
-    make_parts: Callable = RankParts  # makes what reaches each rank's runner
+    make_parts: Callable = RankParts
 
     def __init__(self, model: str | Path = BUNDLED_MODEL, *, extras: Iterable[hooks.Extra] = (),
                  **options):
@@ -80,7 +82,7 @@ class LLM(LLMEngine):
         progress.say(self.greeting(plan, num_blocks))
 
     def read_options(self, model: str | Path, options: dict) -> EngineConfig:
-        """What was asked for, each field checked. Raises `ValueError`, `TypeError`."""
+        """The options as a config, each field checked. Raises `ValueError`, `TypeError`."""
         asked = EngineConfig(model=str(model), **options)
         if asked.pipeline_parallel_size > 1:
             raise ValueError(f"pipeline_parallel_size={asked.pipeline_parallel_size}, but nothing "
@@ -89,35 +91,38 @@ class LLM(LLMEngine):
 
     def read_checkpoint(self, model: str | Path, asked: EngineConfig, given: list[hooks.Extra],
                         ) -> tuple[EngineConfig, Path, list[hooks.Extra]]:
-        """The options, which a checkpoint may narrow down, its folder, and all extras: those that
-        options and checkpoint ask for, before those that were given. Sets `model_config`."""
+        """Find the checkpoint, and set `model_config`. Returns the options, the checkpoint's
+        folder, and the extras. A subclass may change options to suit the checkpoint, and put extras
+        that options or checkpoint ask for before the given ones."""
         folder = find_model(model, weights=asked.load_format != "dummy",
                             code=asked.trust_remote_code, revision=asked.revision)
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         return asked, folder, given
 
     def tokenizer_folder(self, config: EngineConfig, folder: Path) -> Path:
-        """The folder of `tokenizer=`, or the model's own."""
-        return folder if config.tokenizer is None else find_model(
-            config.tokenizer, "tokenizer", weights=False, code=config.trust_remote_code)
+        """The folder that the option `tokenizer` names, or the model's."""
+        if config.tokenizer is None:
+            return folder
+        return find_model(config.tokenizer, "tokenizer", weights=False,
+                          code=config.trust_remote_code)
 
     def settle(self, asked: EngineConfig) -> EngineConfig:
-        """What was asked for, with values in place of `None` and "auto", for this machine and this
-        model. Says what the machine can't do as asked."""
+        """The options, with values for this machine and this model in place of `None` and "auto".
+        Prints a line where the machine can't do what was asked for."""
         model = self.model_config
         config = asked.resolved(device.pick_device(asked.device), model, self.generates)
         parallel.take_gpu(config.num_ranks, config.device)
-        config, said = device.fit_dtype(config, asked, model)
-        progress.say(*said)
-        config, said = self_test.fit_kernels(config, asked)
-        progress.say(*said)
+        config, lines = device.fit_dtype(config, asked, model)
+        progress.say(*lines)
+        config, lines = self_test.fit_kernels(config, asked)
+        progress.say(*lines)
         parallel.check_shares(config.tensor_parallel_size, model.num_attention_heads,
-                     model.num_key_value_heads)
+                              model.num_key_value_heads)
         return config
 
     def plan(self, config: EngineConfig, folder: Path, extras: list[hooks.Extra]) -> Plan:
-        """What the engine will be made of: the tokenizer, what each extra adds, and which functions
-        of the backend are right on this machine."""
+        """Load the tokenizer, let each extra add its parts, and test the backend's functions on
+        this machine: those that fail are replaced."""
         num_drafts = hooks.most_drafts(extras)
         if num_drafts and config.async_scheduling:
             progress.say("overlap is off: drafts follow tokens that the host must have seen")
@@ -129,27 +134,29 @@ class LLM(LLMEngine):
                               self.make_parts(num_drafts=num_drafts))
         for extra in extras:
             plan = extra.prepare(plan)
-        names, said = self_test.failing_functions(plan.config, self.model_config)
-        progress.say(*said)
+        names, lines = self_test.failing_functions(plan.config, self.model_config)
+        progress.say(*lines)
         return replace(plan, parts=replace(plan.parts, replaced=names))
 
     def start_runner(self, plan: Plan, asked_len: int | None,
                      ) -> tuple[EngineConfig, ModelRunner, int]:
-        """The ranks' processes, the weights, and a KV cache of as many blocks as there is room for.
-        Returns the config, with the `max_model_len` that fits, rank 0's runner, and that number.
-        asked_len: the `max_model_len` that was asked for, which is not lowered."""
+        """Start the ranks' processes, load the weights, and allocate a KV cache of as many blocks
+        as there is room for. Returns the config, with the `max_model_len` that fits; rank 0's
+        runner; and the number of blocks. asked_len: the `max_model_len` that the user asked for,
+        which is not lowered."""
         config = plan.config
         make_runner = partial(self.make_runner, config, plan.model_config, plan.folder,
                               parts=plan.parts)
-        ranks = parallel.start_ranks(config.num_ranks, config.device,
-                            partial(parallel.serve_rank, make_runner=make_runner), self.make_ranks)
-        # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
+        serve = partial(parallel.serve_rank, make_runner=make_runner)
+        ranks = parallel.start_ranks(config.num_ranks, config.device, serve, self.make_ranks)
+        # Even if nobody calls shutdown(), the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close)
         try:
             runner = make_runner(ranks=ranks)
             num_blocks = runner.count_kv_blocks()
-            config, said = device.fit_to_cache(runner.config, num_blocks, asked_len, self.generates)
-            progress.say(*said)
+            config, lines = device.fit_to_cache(
+                runner.config, num_blocks, asked_len, self.generates)
+            progress.say(*lines)
             ranks.agree(num_blocks, config.max_model_len)
             runner.start(num_blocks, config.max_model_len)
         except BaseException:
@@ -158,7 +165,7 @@ class LLM(LLMEngine):
         return config, runner, num_blocks
 
     def greeting(self, plan: Plan, num_blocks: int) -> str:
-        """The line at the start: a slow path is never silent."""
+        """The line printed at the start. It names kernels and graphs: a slow path must be seen."""
         config = self.config
         graphs = "graphs" if self.runner.graphs else "no graphs"
         return (f"{Path(config.model).name}, {config.device}, {config.dtype}, {config.kernels} "
@@ -174,9 +181,10 @@ class LLM(LLMEngine):
         """Generate for one prompt or many; results come in the order of the prompts.
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
-        of these. sampling_params: one for all, one for each, or None for the model's defaults.
-        priority: one for each, the lowest first. use_tqdm: whether to show a progress bar, or a
-        function that makes one. given: what an extra takes with each request, for all or a list.
+        of these. sampling_params: one for all prompts, a list with one for each, or None for the
+        model's defaults. priority: one for each prompt; the lowest is served first. use_tqdm:
+        whether to show a progress bar, or a function that makes one. given: arguments for extras,
+        each a value for all prompts or a list with one for each.
         Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
         """
         self.inputs.check_generates()
@@ -186,7 +194,7 @@ class LLM(LLMEngine):
         return self.results_of(requests, use_tqdm)
 
     def results_of(self, requests: list, use_tqdm: bool | Callable) -> list:
-        """The one output of each request, in their order, with a bar meanwhile."""
+        """The final output of each request, in the order of `requests`. Shows a progress bar."""
         results = {}
         with closing(self.drive(requests)) as outputs, progress.prompts_bar(
                 len(requests), use_tqdm) as bar:
@@ -199,11 +207,11 @@ class LLM(LLMEngine):
                sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                priority: list[int] | None = None,
                **given: object) -> Iterator[RequestOutput]:
-        """Like `generate`, but yields each request's outputs while they grow.
+        """Like `generate`, but yields the outputs of each request as its text grows.
 
         The text of an output never ends in half a character, nor shows the beginning of a stop
-        string. With `output_kind` DELTA each output carries only what is new. Closing the iterator
-        aborts what is left.
+        string. With `output_kind` DELTA each output carries only the new text. Closing the iterator
+        aborts the requests that have not finished.
         """
         self.inputs.check_generates()
         return self.drive(self.make_requests(prompts, sampling_params, priority=priority,
@@ -217,8 +225,9 @@ class LLM(LLMEngine):
              ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """`generate` for one conversation, or a list of them, through the chat template.
 
-        messages: dicts with "role" and "content". tools: OpenAI's, for the template. stream: return
-        the iterator of `stream`, which shows no bar. Raises `ValueError` without a template.
+        messages: dicts with "role" and "content". tools: in OpenAI's form, passed to the template.
+        stream: return the iterator of `stream`, which shows no bar. Raises `ValueError` if there is
+        no template.
         """
         options = dict(
             chat_template=chat_template, continue_final_message=continue_final_message, tools=tools,
