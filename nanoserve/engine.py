@@ -69,8 +69,8 @@ class LLMEngine:
         weights, cache and buffers exist already."""
         hooks.checked([*self.extras, extra])
         if hooks.most_drafts([extra]) and self.scheduler.most_drafts is None:
-            raise ValueError(f"{extra.name} drafts tokens, but this engine was made with overlap "
-                             "or without buffers for drafts: make the engine with extras=[...]")
+            raise ValueError(f"{extra.name} drafts: it needs an engine with no overlap, and with "
+                             "buffers for drafts: make the engine with extras=[...]")
         if type(extra).prepare is not hooks.Extra.prepare:
             raise ValueError(f"{extra.name} can't be added to an engine that runs, because it "
                              "changes how one is made: make the engine with extras=[...]")
