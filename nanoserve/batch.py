@@ -15,12 +15,13 @@ All of it travels as **one int32 buffer** in persistent memory (pinned where the
 copy to the device, and with tensor parallelism one broadcast. Floats and 64-bit seeds travel as
 their bits. A header gives the sizes, so a rank needs nothing but the buffer.
 
-With overlap a row's input may not be known yet, because the step before is still sampling it. Its
-id is then -1 - r, with r its `Sequence.row`: the device replaces it by the last sample of r.
+With overlap a row's input may not be known yet, because the step before is still sampling it. The
+buffer then holds -1 - r, where r is the row's `Sequence.row`, and the device puts r's last sample
+in its place.
 
-Invariant: no Python loop runs over tokens. Token ids are slices of lists, and what follows from
-them is vectorised numpy. Block tables and sampling parameters are kept from step to step, at index
-`Sequence.row` of persistent arrays: copying every table in every step would cost most.
+Invariant: no Python loop runs over tokens. Token ids are slices of lists; positions and slots are
+vectorised numpy. Block tables and sampling parameters are kept from step to step, at index
+`Sequence.row` of persistent arrays: to copy every table in every step would be the largest cost.
 
 Not known here: the model, how a token is chosen, who is scheduled.
 """
@@ -42,8 +43,8 @@ AGAIN = "again"  # padding that repeats the last number
 class Section(NamedTuple):
     """Numbers of one kind, which lie together in the buffer."""
 
-    per: str  # there is a number for each of these: see `BatchBuilder`
-    padding: int | str | None  # the number in rows of padding; None: those have none
+    per: str  # "token", "row", ...: the section has a number for each of them
+    padding: int | str | None  # the number that padding gets; None: the section is not padded
     dtype: np.dtype
     torch_dtype: torch.dtype
 
@@ -60,34 +61,36 @@ class Batch:
 
     This is **the table of sections**: the buffer's size, writing and reading follow from it. Seeds
     lead, because a number of 64 bits must begin at an even index. In a step that samples after each
-    of its tokens, the lengths down to `sample_rows` depend on the number of rows and of tokens
-    alone, so a CUDA graph finds each section at its old address. A batch is padded to a graph's
-    numbers: padding attends to nothing (seq_len 0, or after the last row's tokens) and writes
-    nothing (slot -1).
+    of its tokens, the lengths of the sections down to `sample_rows` depend on nothing but the
+    numbers of rows and of tokens, so a CUDA graph finds each section at its old address. For a
+    graph a batch is padded to the numbers of rows and tokens that were recorded: padding attends to
+    nothing (seq_len 0, or after the last row's tokens) and writes nothing (slot -1).
     """
 
-    seeds: torch.Tensor = section("params", 0, "int64")  # to min_p: see SamplingParams
+    # The parameters of each sample: see SamplingParams.
+    seeds: torch.Tensor = section("params", 0, "int64")
     temperature: torch.Tensor = section("params", 0, "float32")
     top_k: torch.Tensor = section("params", 0)
     top_p: torch.Tensor = section("params", 1, "float32")
     min_p: torch.Tensor = section("params", 0, "float32")
+    # What is computed.
     input_ids: torch.Tensor = section("token", 0)  # -1 - r: the newest sample of `Sequence.row` r
     positions: torch.Tensor = section("token", 0)
     slot_mapping: torch.Tensor = section("token", -1)
     cu_seqlens_q: torch.Tensor = section("start", AGAIN)  # (b + 1,)
     seq_lens: torch.Tensor = section("row", 0)
     logits_indices: torch.Tensor = section("sample", 0)  # the tokens whose logits are sampled
-    sample_rows: torch.Tensor = section("sample", -1)  # the `Sequence.row` of each
-    prompt_logprob_indices: torch.Tensor = section("token", None)  # their logits score a prompt
+    sample_rows: torch.Tensor = section("sample", -1)  # the `Sequence.row` of each sample
+    prompt_logprob_indices: torch.Tensor = section("token", None)  # tokens that score a prompt
     block_tables: torch.Tensor = section("block", 0)  # (b, w) w: blocks of the longest table
-    block_moves: torch.Tensor = section("move", None)  # to and from the host's memory
+    block_moves: torch.Tensor = section("move", None)  # copies to and from host memory
     host: dict[str, np.ndarray]  # the sections above by name, in the host's memory
-    num_decodes: int  # the first rows, one new token each
-    num_unknown: int  # inputs below zero
-    query_lens: list[int]  # (b,) for what is computed row by row
+    num_decodes: int  # how many rows, the first ones, have one new token each
+    num_unknown: int  # how many inputs are below zero
+    query_lens: list[int]  # (b,) read by what computes row by row
     seq_lens_host: list[int]  # (b,)
     network: int = 0  # see `Step`
-    graph: tuple[int, ...] = ()  # the `Size` that is replayed, on all ranks
+    graph: tuple[int, ...] = ()  # the `graphs.Size` that is replayed, on all ranks
     has_controls: bool = False  # with a graph: some row's logits are edited or scored after it
     is_greedy: bool = False  # with a graph: each row takes its likeliest token
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
@@ -115,17 +118,18 @@ class Batch:
         return len(self.input_ids)
 
     def mask(self, row: int, window: int | None, last: torch.Tensor | None) -> torch.Tensor:
-        """Which keys the row's queries see, (query_len, seq_len) of bool. last: see `visible`, for
-        each of the row's queries; None: its own."""
+        """Which keys the row's queries see, (query_len, seq_len) of bool. last: (query_len,), the
+        last position that each query sees; None: the query's own. See `sequence.visible`."""
         keys = torch.arange(self.seq_lens_host[row], device=self.seq_lens.device)
         queries = keys[-self.query_lens[row]:, None]
         return visible(queries, keys, window, queries if last is None else last[:, None])
 
 
 SECTIONS = {one.name: one.metadata["section"] for one in fields(Batch) if one.metadata}
-# The buffer begins with: where its last section ends, the network, `has_controls`, `is_greedy`, the
-# graph's `Size` or zeros (5 numbers), each section's length. Its own length is even, for the seeds.
-HEADER, GRAPH = 32, 5
+# The buffer begins with a header: where the last section ends, the network, `has_controls`,
+# `is_greedy`, the graph's `Size` or zeros, and the length of each section.
+HEADER = 32  # numbers of the header; even, because the 64-bit seeds follow it
+GRAPH = 5  # numbers of a `Size`
 LENGTHS = 4 + GRAPH  # where the sections' lengths begin
 PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.per == "params"])
 
@@ -140,14 +144,14 @@ def read_header(host: np.ndarray, count: int) -> tuple[int, list[int], dict[str,
 
 def by_name(parts: Iterable, sections: dict[str, Section], dtype: str) -> dict[str, Any]:
     """The sections of a buffer, each in its dtype: numpy's `dtype`, or `torch_dtype`. parts: the
-    buffer's int32 numbers, cut."""
+    int32 numbers of each section."""
     return {name: part if one.torch_dtype is torch.int32 else part.view(getattr(one, dtype))
             for (name, one), part in zip(sections.items(), parts, strict=True)}
 
 
 def sections_with(extra: Iterable[str]) -> dict[str, Section]:
-    """All sections. Those of extras come before the first whose length varies, so a graph finds
-    them at their old address."""
+    """All sections. Those of extras come before `prompt_logprob_indices`, the first section whose
+    length varies, so a graph finds them at their old address."""
     own, at = list(SECTIONS.items()), list(SECTIONS).index("prompt_logprob_indices")
     added = [(name, Section("row", 0, np.dtype("int32"), torch.int32)) for name in extra]
     assert LENGTHS + len(own) + len(added) <= HEADER, (
@@ -156,7 +160,7 @@ def sections_with(extra: Iterable[str]) -> dict[str, Section]:
 
 
 def with_padding(values: Any, count: int, one: Section) -> np.ndarray:
-    """A section's numbers, and behind them as many as `count` lacks."""
+    """A section's numbers, padded to `count` of them."""
     padded = np.empty(count, dtype=one.dtype)
     padded[:len(values)] = values
     padded[len(values):] = padded[len(values) - 1] if one.padding is AGAIN else one.padding
@@ -184,11 +188,11 @@ class BatchBuilder:
         most = {"token": max_num_batched_tokens, "row": max_num_seqs,
                 "start": max_num_seqs + 1,  # each row's, and the end of the last
                 "block": max_num_seqs * width,
-                "sample": num_samples, "params": num_samples,  # sent in every step
+                "sample": num_samples, "params": num_samples,
                 "move": 4 * MAX_MOVES}  # saves and loads, of two numbers each
-        self._make_buffers(HEADER + sum(
-            most[one.per] * one.dtype.itemsize // 4 for one in self.sections.values()),
-            max(2, num_buffers), device, staged)
+        size = HEADER + sum(most[one.per] * one.dtype.itemsize // 4
+                            for one in self.sections.values())
+        self._make_buffers(size, max(2, num_buffers), device, staged)
         # Kept from step to step, at index `Sequence.row`.
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
@@ -234,7 +238,7 @@ class BatchBuilder:
         """Fill the buffer. size: the `graphs.Size` to which a graph's step is padded."""
         numbers, host = self._numbers(step), buffer.numpy()
         has_controls = is_greedy = False
-        if size is not None:  # graphs alone ask
+        if size is not None:  # nothing but graphs reads the two flags
             has_controls, is_greedy = flags(step, numbers["temperature"])
             self._pad(numbers, size)
         end, lengths = HEADER, []
@@ -250,7 +254,8 @@ class BatchBuilder:
 
     def _pad(self, numbers: dict[str, Any], size: Any) -> None:
         """Bring the sections to the lengths that a graph of this size has recorded."""
-        width = len(numbers["block_tables"]) // max(1, len(numbers["seq_lens"])) or 1
+        num_rows = max(1, len(numbers["seq_lens"]))
+        width = max(1, len(numbers["block_tables"]) // num_rows)  # of the longest block table
         counts = dict(row=size.rows, start=size.rows + 1, block=size.rows * width,
                       token=size.tokens, sample=size.tokens, params=size.tokens)
         for name, one in self.sections.items():
@@ -305,11 +310,11 @@ class BatchBuilder:
             row, table = seq.row, seq.block_table
             if self.table_sources[row] is not table:
                 params = seq.request.params
-                self.params[row] = (  # in the table's order
+                self.params[row] = (  # in the order of `PARAMS`
                     np.uint64(seq.seed).view(np.int64), params.temperature,
                     min(max(params.top_k, 0), np.iinfo(np.int32).max), params.top_p, params.min_p)
                 self.table_lens[row] = 0
-                self.table_sources[row] = table  # last: Ctrl-C may come in between
+                self.table_sources[row] = table  # noted last: Ctrl-C may come before
             known = self.table_lens[row]
             if known != len(table):
                 self.tables[row, known:len(table)] = table[known:]
@@ -318,8 +323,9 @@ class BatchBuilder:
 
 
 def rows_of(step: Step) -> tuple[list[Sequence], np.ndarray, np.ndarray]:
-    """The sequences in the order of the batch: those with one token first, then chunks, else as in
-    the step. With the position of each one's first new token, and how many there are."""
+    """The sequences in the batch's order, the position of each one's first new token, and how many
+    new tokens it has. Rows of one token come first, then chunks; otherwise the order is the step's.
+    """
     seqs = list(step.num_new_tokens)
     query_lens = np.array(list(step.num_new_tokens.values()), dtype=np.int32)
     starts = np.array(step.starts, dtype=np.int32)
@@ -340,8 +346,8 @@ def flags(step: Step, temperature: np.ndarray) -> tuple[bool, bool]:
 
 def _input_ids(step: Step, seqs: list[Sequence], starts: list[int],
                query_lens: list[int]) -> np.ndarray:
-    """Token ids of all rows. A decode's id may be unknown. The ids of a chunk are known, since
-    a preempted sequence waits until they are. A row's drafts follow its known ids."""
+    """Token ids of all rows. A decode's id may be unknown; those of a chunk never are, because a
+    preempted sequence waits until they are known. A row's drafts follow its known ids."""
     if step.shift:
         starts = [start + step.shift for start in starts]
     num_decodes = query_lens.count(1)
