@@ -12,9 +12,10 @@ parallelism a rank keeps a share of each matrix only:
 
 `tensors(path)` names these checkpoint tensors, each with a function that copies this rank's share
 of it. The loader checks that each of these functions was called exactly once. When all tensors of a
-decoder's layer have come, it calls `process_weights_after_loading`, which packs the weight into the
-memory layout that this device multiplies with (`ops.prepack`). Such a weight has memory only from
-its first tensor (`make_room`) until it is packed, so a model is never there twice.
+decoder's layer have come, the loader calls `process_weights_after_loading`, which packs the weight
+into the memory layout that this device multiplies with (`ops.prepack`). A weight that will be
+packed has memory only from its first tensor (`make_room`) until then, so a model is never in memory
+twice.
 
 A Linear is cut by rows or by columns, and the two alternate: see parallel.py. Not known here:
 files, the order of layers, the KV cache. Road not taken: `nn.Linear` and `nn.Embedding`, which
@@ -41,9 +42,9 @@ Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` 
 class Placement:
     """The device and dtype of the weights, and the operators: the same for all layers of a model.
 
-    empty: makes a weight's memory. expert_parallel: ranks have whole experts, see `MoE`. linear,
-    embedding, experts: what makes these layers; an extra may put its own here. assemble: the
-    extras' function that makes weights of a quantised checkpoint's tensors.
+    empty: allocates a weight's memory. expert_parallel: ranks have whole experts, see `MoE`.
+    linear, embedding, experts: the classes of these layers, which an extra may replace by its own.
+    assemble: an extra's function that makes weights from a quantised checkpoint's tensors.
     """
 
     dtype: torch.dtype
@@ -63,7 +64,7 @@ class Placement:
         return nn.Parameter(memory, requires_grad=False)
 
     def shape(self, *shape: int) -> nn.Parameter:
-        """In a weight's place until it has memory: torch's "meta" tensors have none."""
+        """A placeholder for a weight without memory: torch's "meta" tensors are only a shape."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"),
                             requires_grad=False)
 
@@ -117,10 +118,11 @@ class Linear(nn.Module):
         self.inputs, self.ranks, self.ops = Slice.of(inputs), on.ranks, on.ops
         self.matrices = {name: Slice.of(rows) for name, rows in matrices.items()}
         size = sum(rows.size for rows in self.matrices.values())
-        self.on, self.weight = on, on.shape(size, self.inputs.size)
+        self.on = on
+        self.weight = on.shape(size, self.inputs.size)
         self.bias = on.weight(size) if bias else None
         self.packed: torch.Tensor | None = None  # takes the weight's place
-        self.adapted: Callable | None = None
+        self.adapted: Callable | None = None  # see `adapt`
 
     def tensors(self, path: str) -> Tensors:
         start = 0
@@ -133,7 +135,7 @@ class Linear(nn.Module):
             start += rows.size
 
     def make_room(self, dtype: torch.dtype | None = None) -> None:
-        """Allocate the weight as it is until it is packed. dtype: a wider one where that rounds."""
+        """Allocate the weight, which packing will free. dtype: None for the model's own."""
         self.weight = self.on.weight(*self.weight.shape, dtype=dtype)
 
     def fill(self, here: slice, rows: Slice, tensor: torch.Tensor) -> None:
@@ -149,7 +151,7 @@ class Linear(nn.Module):
         """(num_tokens, inputs) -> (num_tokens, outputs)"""
         if self.inputs.is_whole:
             return self.multiply(x, self.bias)
-        # The ranks' results are parts of a sum: the bias is added once, and not once a rank.
+        # The ranks' results are summed: the bias is added afterwards, or each rank would add it.
         out = self.ranks.all_reduce(self.multiply(x))
         return out if self.bias is None else out + self.bias
 
@@ -158,7 +160,7 @@ class Linear(nn.Module):
         self.adapted = add
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """As an LM head or a router, whose numbers are compared: `forward`, but in float32."""
+        """`forward` in float32, for an LM head or a router: their outputs are compared."""
         return self.multiply(x, self.bias, torch.float32)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None,
@@ -171,7 +173,7 @@ class Embedding(nn.Module):
     """Token ids to vectors; with tied weights its matrix is the LM head, too.
 
     A rank keeps a range of the vocabulary and gives zeros for the other tokens; the ranks' results
-    are summed. A tied weight is packed, and looked up there, so that it is there once.
+    are summed. A tied weight is kept in packed form alone, and vectors are looked up in that form.
     """
 
     def __init__(self, tokens: Slice, hidden_size: int, on: Placement, tied: bool = False):
@@ -221,7 +223,8 @@ class Experts(nn.Module):
         self.experts, self.inner = Slice.of(experts), Slice.of(inner)
         self.activation, self.ops = activation, on.ops
         count, width = self.experts.size, self.inner.size
-        self.on, self.gate_up_proj = on, on.shape(count, 2 * width, hidden_size)
+        self.on = on
+        self.gate_up_proj = on.shape(count, 2 * width, hidden_size)
         self.down_proj = on.shape(count, hidden_size, width)
         self.packed: tuple[torch.Tensor, torch.Tensor] | None = None  # takes the place of both
 
@@ -237,7 +240,7 @@ class Experts(nn.Module):
                     self.fill, expert - self.experts.start, name)
 
     def fill(self, i: int, name: str, tensor: torch.Tensor) -> None:
-        if self.down_proj.is_meta:  # also where a rank has none of few experts
+        if self.down_proj.is_meta:  # also on a rank without experts: `finish` packs on all
             self.make_room()
         if not 0 <= i < self.experts.size:
             return
@@ -249,8 +252,10 @@ class Experts(nn.Module):
             copy_share(up if name == "up_proj" else gate, self.inner, hidden, tensor)
 
     def process_weights_after_loading(self) -> None:
-        gate_up, self.gate_up_proj = self.ops.prepack(self.gate_up_proj.data), None  # one by one
-        self.packed, self.down_proj = (gate_up, self.ops.prepack(self.down_proj.data)), None
+        gate_up = self.ops.prepack(self.gate_up_proj.data)
+        self.gate_up_proj = None  # freed before the other one is packed
+        self.packed = gate_up, self.ops.prepack(self.down_proj.data)
+        self.down_proj = None
 
     def forward(self, hidden: torch.Tensor, weights: torch.Tensor,
                 ids: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ batch dimension and no padding, because rows are told apart by attention alone.
 
 With tensor parallelism every rank runs this same code on its share of the heads, of the MLP's width
 and of the vocabulary, and has the whole residual stream. How a matrix is cut is decided here, where
-the layers are made; only `Linear`, `Embedding`, `MoE` and `compute_logits` communicate.
+the layers are made; in a step only `Linear`, `Embedding`, `MoE`, `compute_logits` and `likeliest`
+communicate.
 
 A flag may switch a line on or off (qk-norm, biases, a second norm). Anything that needs another
 algorithm is another class, as `MoE` is. Road not taken: one file for each family, as transformers
@@ -36,21 +37,24 @@ KVCache = list[Pair]  # K and V of each layer, see `ops.new_cache`
 
 
 class Decoder(nn.Module):
-    """The whole network: token ids to hidden states, and hidden states to logits. What an extra
-    puts in its place has its `forward` and `compute_logits`, and the attributes with a comment.
+    """The whole network: token ids to hidden states, and hidden states to logits.
+
+    A network of an extra, which replaces this class, has the same `forward` and `compute_logits`,
+    and those of the attributes below that have a comment.
 
     here: the layers that are built, all if left out. Others are on other ranks, or on disk.
     """
 
     recorder = Recorder  # records its steps as CUDA graphs
-    # Beginnings of the names of tensors that nothing here needs: MiMo's layers for drafts.
+    # How the names of tensors begin that are not needed: here MiMo's layers for drafts.
     unused: tuple[str, ...] = ("mtp_layers.",)
 
     def __init__(self, config: ModelConfig, on: Placement, here: range | None = None):
         super().__init__()
         everything = range(config.num_hidden_layers)
         self.here = everything if here is None else here
-        self.config, self.on, self.ranks = config, on, on.ranks  # the first: a `ModelConfig`
+        self.config = config  # a `ModelConfig`
+        self.on, self.ranks = on, on.ranks
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)  # one a layer
         vocabulary = on.ranks.share(config.vocab_size)
@@ -89,7 +93,7 @@ class Decoder(nn.Module):
 
     def through(self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, wanted: torch.Tensor | None) -> Pair:
-        """The layers that are here. Returns the residual stream as two terms."""
+        """Run the layers that are built. Returns the residual stream as two terms."""
         residual: torch.Tensor | None = None  # the stream is the sum of the two
         cos_sin = local_cos_sin = self.rotary(positions)
         if self.rotary_local is not None:
@@ -127,6 +131,7 @@ class Decoder(nn.Module):
         """The argmax of `compute_logits`, (num_rows,). Each rank sends its best token alone."""
         logits = self.own_logits(hidden)
         ids = self.on.ops.argmax(logits)[:, None]
+        # A row in which one rank finds no token gets none: that rank's value, infinity, is highest.
         is_none = ids == NO_TOKEN
         best = logits.gather(1, ids.clamp(min=0)).masked_fill(is_none, torch.inf)
         ids = (self.embed_tokens.tokens.start + ids).masked_fill(is_none, NO_TOKEN)
@@ -136,9 +141,11 @@ class Decoder(nn.Module):
 def fit_8_bits(x: torch.Tensor) -> bool:
     """Whether one scale a head suits keys or values, (num_tokens, heads, head_dim). Qwen 2.5's keys
     have biases of hundreds in a few channels: what differs between tokens would be rounded away."""
-    wide = x.float().transpose(0, 1)
-    differs = wide.diff(dim=1).abs().median(2).values.median(1).values  # 0.95 for normal numbers
-    return bool((wide.abs().amax((1, 2)) <= 16 * differs).all())
+    wide = x.float().transpose(0, 1)  # (heads, num_tokens, head_dim)
+    differences = wide.diff(dim=1).abs()  # between a token and the next
+    typical = differences.median(2).values.median(1).values  # (heads,); 0.95 for normal numbers
+    largest = wide.abs().amax((1, 2))  # it becomes 127 of int8: a difference should be 8 at least
+    return bool((largest <= 16 * typical).all())
 
 
 class DecoderLayer(nn.Module):
