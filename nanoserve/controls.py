@@ -38,15 +38,15 @@ from nanoserve.sequence import Sequence
 
 @dataclass
 class Edits:
-    """Changes to the logits of r rows before tokens are chosen. A field that is None changes none.
+    """Changes to the logits of r rows before tokens are chosen. None changes nothing.
 
-    Tokens are given as pairs, (2, n) int64: which of the r rows, and which token.
+    Tokens are given as pairs, (2, n) int64: an index into `rows`, and a token id.
     """
 
     rows: torch.Tensor  # (r,) which of the batch's rows
-    # Rows with functions of their request's own: index in the r, sequence, the output they get.
+    # Rows whose request has functions: index into `rows`, sequence, the output that they are given.
     processors: list[tuple[int, Sequence, list[int]]] = field(default_factory=list)
-    failed: dict[Sequence, str] = field(default_factory=dict)  # their errors
+    failed: dict[Sequence, str] = field(default_factory=dict)  # why a function failed
     closed: torch.Tensor | None = None  # (c,) rows that allow only the tokens in `open`
     open: torch.Tensor | None = None  # (2, o) these tokens
     biased: torch.Tensor | None = None  # (2, b)
@@ -92,7 +92,6 @@ class Edits:
             values = values - frequency * self.counts - presence * (self.counts > 0)
             logits[rows, ids] = values
         return logits
-
 
 
 class RowState:
@@ -153,44 +152,43 @@ def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
     return banned
 
 
-# A sequence's grammar, say. Its `mask` gives the tokens that may come next, (ceil(vocab_size / 8),)
-# uint8, which covers the row's other constraints, too; None if it rules none out. The first map
-# that has the sequence counts.
+# The constraint of a sequence: a grammar, for example. `constraint.mask(...)` gives the tokens that
+# may come next, (ceil(vocab_size / 8),) uint8, and covers the row's other constraints, too; None if
+# every token may come. If several maps have the sequence, the first one counts.
 Constraints = ChainMap[Sequence, object]
 
 
 def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Constraints,
                  put: Callable) -> Edits | None:
-    """The edits of all rows with controls. rows: each with its sequence, and with the drafts before
-    it, which count as output for this row. put: makes a tensor on the device."""
+    """The edits of all rows with controls. rows: a row of the batch, its sequence, and the drafts
+    before it, which count as output for this row. put: makes a tensor on the device."""
     gathered = Gathered()
     for row, seq, drafts in rows:
         assert not seq.request.needs_output_tokens or seq.num_unknown_tokens == 1, (
             f"sequence {seq.name} samples a token before the host has seen the one before it")
         state = seq.sampler_state = seq.sampler_state or RowState(seq)
         banned, constraint = banned_ids(seq, drafts), constraints.get(seq)
-        # Otherwise it wants logprobs only, or min_tokens that have been reached.
+        # A row without any of these asks for logprobs alone, or has reached its min_tokens.
         if state.always_edits or banned or constraint is not None:
             gathered.add(row, seq, drafts, banned, constraint)
     return gathered.edits(put) if gathered.rows else None
 
 
 class Gathered:
-    """What becomes the `Edits` of a step, row by row. r counts the rows that are edited."""
+    """Collects the `Edits` of a step, row by row."""
 
     def __init__(self):
         self.rows: list[int] = []
         self.processors: list[tuple[int, Sequence, list[int]]] = []
         self.open, self.biased, self.banned, self.seen = (RowTokens() for _ in range(4))
-        self.biases: list[np.ndarray] = []  # of each row in `biased`
-        self.counts: list[array] = []  # of each row in `seen`
-        self.penalties: list[tuple[float, float, float]] = []  # of each row
-        self.masks: dict[int, np.ndarray] = {}
+        self.biases: list[np.ndarray] = []  # one array a row, empty for a row without
+        self.counts: list[array] = []  # one array for each row in `seen`
+        self.penalties: list[tuple[float, float, float]] = []  # one for each row
+        self.masks: dict[int, np.ndarray] = {}  # by index into `rows`
 
     def add(self, row: int, seq: Sequence, drafts: list[int], banned: list[int],
             constraint: object) -> None:
-        """One more row."""
-        r, state = len(self.rows), seq.sampler_state
+        r, state = len(self.rows), seq.sampler_state  # r: the row's index into `rows`
         if state.has_penalties:
             seq.sampler_state = None  # after Ctrl-C during the count, the next step makes a new one
             state.read(seq.token_ids[state.num_read:])
@@ -205,14 +203,14 @@ class Gathered:
         self.biased.add(r, state.biased_ids)
         self.biases.append(state.biases)
         mask = None if constraint is None else constraint.mask(seq, drafts, state.open_ids, banned)
-        if mask is not None:  # the other two are in it
+        if mask is not None:  # it covers the open and the banned tokens, too
             self.masks[r] = mask
         else:
             self.open.add(r, state.open_ids)
             self.banned.add(r, banned)
 
     def edits(self, put: Callable) -> Edits:
-        """As tensors on the device."""
+        """All rows as tensors on the device."""
         edits = Edits(put(self.rows, torch.int64), self.processors)
         if self.open.rows:
             edits.closed, edits.open = put(self.open.rows, torch.int64), self.open.pairs(put)

@@ -9,9 +9,9 @@ request's seed and the token's position. There is no generator state to share, s
 depend on the other rows of the batch, on chunking, preemption or the order of steps.
 
 Everything is vectorised over the batch, and what no row asks for is not computed: a batch of greedy
-rows is one argmax. The arithmetic is that of `ops`, or of a backend. All of them draw from the same
-distribution, as functions of seed and position. But one uses an inverse CDF and another
-one Gumbel noise, so the same seed may give different texts on different devices.
+rows is one argmax. The arithmetic is that of `ops`, or of a backend. All three draw from the same
+distribution, as functions of seed and position. But one uses an inverse CDF and another one Gumbel
+noise, so the same seed may give different texts on different devices.
 
 Not known here: the queue, text, who receives a token.
 """
@@ -27,7 +27,7 @@ from nanoserve.batch import Batch
 from nanoserve.controls import Constraints, Edits, gather_edits
 from nanoserve.sequence import NO_TOKEN, Sequence, Step
 
-SCORED_ROWS = 64  # at a time: of 152,000 logits in float32, and again as logprobs, 78 MB
+SCORED_ROWS = 64  # scored at a time: 152,000 logits each in float32, and as many logprobs, 78 MB
 
 
 @dataclass
@@ -43,44 +43,46 @@ class SamplingInputs:
 
     @classmethod
     def of(cls, step: Step | None, batch: Batch, constraints: Constraints) -> "SamplingInputs":
-        """Find out what the rows of a step ask for; nothing, on ranks above 0, which have none.
-        Parameters are read on the host, because reading them from the device would wait for it."""
-        inputs, here = cls(), partial(put, device=batch.seeds.device)
+        """Find out what the rows of a step ask for. step: None on ranks above 0, which sample
+        nothing. Parameters are read on the host: reading them on the device would wait for it."""
+        inputs, to_device = cls(), partial(put, device=batch.seeds.device)
         if step is None:
             return inputs
         if step.prompt_logprob_positions:
-            inputs._read_prompts(step.prompt_logprob_positions, here)
+            inputs._read_prompts(step.prompt_logprob_positions, to_device)
         if not step.network:  # a draft network is always greedy
             inputs.all_greedy = not batch.host["temperature"].any()
-            inputs._read_controls(step, constraints, here)
+            inputs._read_controls(step, constraints, to_device)
         return inputs
 
-    def _read_prompts(self, positions_of: dict[Sequence, range], here: Callable) -> None:
+    def _read_prompts(self, positions_of: dict[Sequence, range], to_device: Callable) -> None:
         """The token after each position is the one whose logprob is wanted."""
         targets = []
         for seq, positions in positions_of.items():
             targets += seq.token_ids[positions.start + 1:positions.stop + 1]
-        self.prompt_targets = here(targets, torch.int64)
+        self.prompt_targets = to_device(targets, torch.int64)
         self.num_prompt_logprobs = max(seq.request.params.prompt_logprobs for seq in positions_of)
 
-    def _read_controls(self, step: Step, constraints: Constraints, here: Callable) -> None:
+    def _read_controls(self, step: Step, constraints: Constraints, to_device: Callable) -> None:
         """Edits and logprobs of the rows that sample. After k drafts a sequence has k + 1 samples,
         before which 0 to k of the drafts stand."""
         seqs = step.samples()
         rows = [i for i, seq in enumerate(seqs) if seq.request.has_controls]
         if not rows:
             return
-        given = [step.drafts.get(seq, []) for seq in step.sampling]
-        ahead = [drafts[:i] for drafts in given for i in range(len(drafts) + 1)]
-        self.edits = gather_edits([(i, seqs[i], ahead[i]) for i in rows], constraints, here)
+        ahead: list[list[int]] = []  # the drafts before each sample
+        for seq in step.sampling:
+            drafts = step.drafts.get(seq, [])
+            ahead += [drafts[:i] for i in range(len(drafts) + 1)]
+        self.edits = gather_edits([(i, seqs[i], ahead[i]) for i in rows], constraints, to_device)
         wanted = {i: seqs[i].request.params.logprobs for i in rows}
         self.logprob_rows = [i for i in rows if wanted[i] is not None]
         self.num_logprobs = max((wanted[i] for i in self.logprob_rows), default=0)
 
 
 def put(values, dtype: torch.dtype = torch.float32, *, device: torch.device) -> torch.Tensor:
-    """Queue a copy of numbers to the device. From memory that is not pinned, a copy may first wait
-    for all work queued before it. torch frees the pinned memory when the copy has ended."""
+    """Queue a copy of numbers to the device. They are pinned first, because a copy from other
+    memory may wait for all work queued before it. torch frees the pinned memory after the copy."""
     tensor = torch.as_tensor(values, dtype=dtype)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -96,21 +98,23 @@ class Logprobs:
     top_values: torch.Tensor  # (p, k) falling
 
     def to_host(self) -> "Logprobs":
-        """All of it on its way to the host."""
+        """Queue the copies of all fields to the host."""
         return Logprobs(*(getattr(self, f.name).to("cpu", non_blocking=True)
                           for f in fields(self)))
 
     def tolist(self) -> list[list[tuple[int, float, int]]]:
-        """For each position (token id, logprob, rank): of the token, then of the likeliest. Waits
-        for the device. Equal logprobs have equal ranks: -1 -2 -2 -3 are 1 2 2 4."""
+        """For each position a list of (token id, logprob, rank), first of the token itself, then of
+        the likeliest. Waits for the device. Equal logprobs have equal ranks: -1 -2 -2 -3 are ranks
+        1 2 2 4."""
         positions = []
-        for *token, top_ids, top_values in zip(
+        for token_id, value, rank, top_ids, top_values in zip(
                 self.ids.tolist(), self.values.tolist(), self.ranks.tolist(),
                 self.top_ids.tolist(), self.top_values.tolist(), strict=True):
-            entries, rank = [tuple(token)], 1
-            for i, (token_id, value) in enumerate(zip(top_ids, top_values, strict=True)):
-                rank = rank if i and value == top_values[i - 1] else i + 1
-                entries.append((token_id, value, rank))
+            entries = [(token_id, value, rank)]
+            for i, (top_id, top_value) in enumerate(zip(top_ids, top_values, strict=True)):
+                if i == 0 or top_value != top_values[i - 1]:
+                    rank = i + 1
+                entries.append((top_id, top_value, rank))
             positions.append(entries)
         return positions
 
@@ -120,12 +124,12 @@ class SamplerOutput:
     """A step's results: on the device, and after `to_host` on their way to the host."""
 
     token_ids: torch.Tensor  # (s,) int64, `NO_TOKEN` for a row whose logits are no numbers
-    is_kept: bool = False  # whether a graph chose them, and has put them into `last_tokens`
-    logprobs: Logprobs | None = None  # for `logprob_rows`, which want them
+    is_kept: bool = False  # whether a graph chose the tokens, and wrote them to `last_tokens`
+    logprobs: Logprobs | None = None  # of the rows in `logprob_rows`
     logprob_rows: list[int] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # by position, in portions
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # in the order of positions
     failed: dict[Sequence, str] = field(default_factory=dict)  # see `controls.Edits`
-    ready: torch.cuda.Event | None = None  # when it has arrived
+    ready: torch.cuda.Event | None = None  # the copies to the host have ended
 
     def to_host(self) -> "SamplerOutput":
         """Queue the copy to the host right after the step, and before the next one is launched:
@@ -140,8 +144,8 @@ class SamplerOutput:
         return self
 
     def tolist(self) -> tuple[list[int], dict[int, list], list[list]]:
-        """Wait for the step. Returns the token ids, `Logprobs.tolist()` by row, and the same of the
-        prompts, position by position."""
+        """Wait for the step. Returns the token ids, the logprobs by row, and those of prompts,
+        position by position (both as `Logprobs.tolist` gives them)."""
         if self.ready is not None:
             self.ready.synchronize()
         logprobs = {} if self.logprobs is None else dict(
@@ -156,11 +160,11 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
 
     hidden: (s + p, hidden_size), of the tokens that sample, then of the prompt positions. Ranks
     above 0 compute their shares of all logits, for which `compute_logits` gives them None, and
-    return stand-ins for rank 0's tokens. ops: the backend that computes. chosen: the tokens, if a
-    graph has chosen them, where no row has controls.
+    return placeholders for rank 0's tokens. ops: the backend that computes. chosen: the tokens, if
+    a graph has chosen them, which it does only where no row has controls.
     """
     rows, positions = hidden.split((len(batch.logits_indices), len(batch.prompt_logprob_indices)))
-    is_kept = chosen is not None
+    is_kept, logits = chosen is not None, None
     if not is_kept:
         logits = compute_logits(rows)  # (s, vocab_size)
         chosen = (batch.logits_indices.long() if logits is None
@@ -171,7 +175,7 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
         output.logprobs = score(logits.index_select(0, asked), chosen[asked].clamp(min=0),
                                 inputs.num_logprobs)
         output.logprob_rows = inputs.logprob_rows
-        # Where a mask has hidden what is no number, the logprobs still have seen it.
+        # A mask may have hidden NaN from the choice. The logprobs, taken before it, show it.
         chosen[asked] = chosen[asked].masked_fill(output.logprobs.values.isnan(), NO_TOKEN)
     # In portions: the logits of a whole prompt would be larger than the model.
     for start in range(0, len(positions), SCORED_ROWS):
@@ -196,9 +200,9 @@ def choose(logits: torch.Tensor, batch: Batch, inputs: SamplingInputs,
         return greedy
     if edits is not None:
         logits = logits.index_copy(0, edits.rows, edited)
-    host = batch.host
-    any_filters = bool(host["min_p"].any() or (host["top_p"] < 1).any() or (
-        (host["top_k"] > 0) & (host["top_k"] < logits.shape[1])).any())
+    host, top_k = batch.host, batch.host["top_k"]
+    any_filters = bool(host["min_p"].any() or (host["top_p"] < 1).any()
+                       or ((top_k > 0) & (top_k < logits.shape[1])).any())
     return choose_plain(logits, batch, ops, any_filters)
 
 
