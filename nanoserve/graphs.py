@@ -18,20 +18,20 @@ step with prompt tokens the kernels run long enough to hide the launches.
     layers ──► hidden states ──► LM head, choice ──► tokens     two recordings, one after the other
                     └──► LM head ──► edits, logprobs, choice    where a row asks for them: no replay
 
-Where rows have drafts to check, a size is a number of rows and a number of tokens, of which each
-row may have any share: one row with a draft beside 60 that decode is a replay, too. For each power
-of two rows a network has two such sizes, for a few drafts and for all that there can be. A second
-network, which drafts, computes in them what the first has checked.
+Where rows have drafts to check, a size is a number of rows and a number of tokens, and a row may
+have any share of these tokens: one row with a draft beside 60 decodes is a replay, too. For each
+power of two, as a number of rows, there are two such sizes: one for a few drafts, one for as many
+as there can be. A second network, which drafts, needs them to read the tokens that were checked.
 
-A recording keeps the memory of what it returns. So no logits are returned: those of 20 sizes and
-152,000 tokens would be 1.3 GB.
+A recording keeps the memory of what it returns. So no logits are returned: those of 20 sizes and a
+vocabulary of 152,000 tokens would be 1.3 GB.
 
 Invariants: a replay gives what the recorded function would have given, bit for bit. A recording
-that fails never ends an engine, whose steps then run one by one.
+that fails never ends the engine, which then launches the kernels of each step one by one.
 
-The model runner hands in the function that is recorded, and, for a machine without a GPU, a class
-that can stand in for `CudaGraph`. Piecewise graphs with attention left out could record prompts as
-well, and would take many more launches for decodes.
+The model runner hands in the functions that are recorded, and tests on a machine without a GPU a
+class that stands in for `CudaGraph`. Road not taken: piecewise graphs, with attention left out,
+could record prompts as well, and would take many more launches for decodes.
 """
 
 import sys
@@ -50,7 +50,7 @@ from nanoserve.sequence import Step
 
 Layers = Callable[[Batch], torch.Tensor]  # gives the states of the tokens that sample
 Choose = Callable[[torch.Tensor, Batch], torch.Tensor]  # turns them into tokens
-FEW_DRAFTS = 15  # beyond one token a row, in a size for a few drafts: one row may have all of them
+FEW_DRAFTS = 15  # drafts of all rows together in a size for few; one row may have all of them
 MANY_TOKENS = 256  # from here on a step with drafts runs long enough to hide its launches
 
 
@@ -59,9 +59,9 @@ class Size(NamedTuple):
 
     rows: int
     tokens: int
-    drafts: bool = False  # then a row may have any number of the tokens, else each has one
+    drafts: bool = False  # False: one token a row; True: a row may have any number of the tokens
     network: int = 0
-    extra: bool = False  # with the sections that extras fill
+    extra: bool = False  # whether the batch has the sections that extras fill
 
 
 class CudaGraph:
@@ -72,8 +72,8 @@ class CudaGraph:
         self.output: torch.Tensor | None = None  # the same memory at every replay
 
     def capture(self, function: Callable[[], torch.Tensor]) -> None:
-        # "thread_local": another thread's engine may allocate meanwhile, which else ends both.
-        # Where recording fails, torch leaves its stream the current one: the outer `with` does not.
+        # "thread_local": otherwise an allocation by another thread's engine fails, and this, too.
+        # If it fails, torch leaves its own stream the current one. The outer `with` restores ours.
         with (torch.cuda.stream(torch.cuda.current_stream()),
               torch.cuda.graph(self.graph, pool=self.shared, capture_error_mode="thread_local")):
             self.output = function()
@@ -94,14 +94,14 @@ class DecodeGraphs:
 
     def __init__(self, sizes: list[Size], tables: torch.Tensor):
         self.sizes, self.tables = sizes, tables
-        # The layers, and the choice; with several ranks another one, where all rows are greedy.
+        # Of the layers, then of the choice; with several ranks also of a choice for greedy rows.
         self.graphs: dict[Size, tuple[CudaGraph, ...]] = {}
         self.found: dict[tuple, Size | None] = {}  # see `size_for`
-        self.seconds, self.memory = 0.0, 0  # that recording took; in bytes
+        self.seconds, self.memory = 0.0, 0  # the time and the bytes that recording took
 
     def fix(self, batch: Batch, size: Size) -> Batch:
-        """The same batch as every batch of its size looks to the host, with block tables whose
-        address and stride are always the same, too."""
+        """The batch with numbers on the host that suit any batch of this size, and with block
+        tables at the address and with the stride that every such batch has."""
         width, fixed = batch.block_tables.shape[1], self.tables[:size.rows]
         fixed[:, :width].copy_(batch.block_tables)
         return replace(batch, block_tables=fixed, is_padded=size.drafts, num_unknown=1,
@@ -125,7 +125,7 @@ class DecodeGraphs:
                      and size.rows >= rows and size.tokens >= tokens), None)
 
     def replay(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The states, and the tokens, unless a row has controls. batch: padded to its size."""
+        """The hidden states, and the tokens, None if a row has controls. batch: padded."""
         self.fix(batch, Size(*batch.graph))
         layers, *choices = self.graphs[batch.graph]
         states = layers.replay()
@@ -136,12 +136,12 @@ class DecodeGraphs:
 
 
 class Recorder:
-    """Records steps, the largest first. On each rank the same, at the same time: a rank that fails
-    alone would leave the others waiting in a collective.
+    """Records steps, the largest first. All ranks record the same steps at the same time: a rank
+    that fails alone would leave the others waiting in a collective.
 
     builder: makes the batches. layers, choose: what is recorded; nothing in it may depend on what
     the host knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. ranks:
-    the `Ranks`. num_networks: 2 with a draft network. num_drafts: the most of a row.
+    a `Ranks`. num_networks: 2 with a draft network. num_drafts: the most drafts of a row.
     """
 
     def __init__(self, builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
@@ -152,9 +152,9 @@ class Recorder:
         self.memory = None  # what all recordings share
 
     def record(self) -> DecodeGraphs | None:
-        """All sizes. None, and a sentence on standard error, where that fails. What was recorded by
-        then gives its memory back. Raises what a broken device raises, and `RuntimeError` if the
-        ranks can't go on."""
+        """Record all sizes. If that fails, say so on standard error, free the recordings made so
+        far, and return None. Raises what a broken device raises, and `RuntimeError` if the ranks
+        can't go on."""
         try:
             return self.record_all()
         except Exception as error:  # a recording that ends early may have an error of its own
@@ -198,7 +198,7 @@ class Recorder:
         return [one for size in every for one in with_sections(size, self.builder.extra)]
 
     def try_out(self, graphs: DecodeGraphs) -> None:
-        """For a network that may have frozen what the host knows: raise `RuntimeError`."""
+        """Raise `RuntimeError` if a replay is wrong. A `Decoder` needs no such check."""
 
     def free_memory(self) -> int:
         """Bytes that are free on the GPU. Without one there is nothing to count."""
@@ -208,13 +208,13 @@ class Recorder:
         return torch.cuda.mem_get_info()[0]
 
     def padding(self, graphs: DecodeGraphs, size: Size) -> Batch:
-        """A batch of nothing else."""
+        """A batch of padding alone, of this size."""
         names = self.builder.extra if size.extra else ()
         step = Step(0, network=size.network, sections=dict.fromkeys(names, {}))
         return graphs.fix(self.builder.build(step, size), size)
 
     def record_size(self, batch: Batch, size: Size) -> tuple[CudaGraph, ...]:
-        """The layers' recording, and one of each way to choose."""
+        """A recording of the layers, and one for each way to choose."""
         ways = [batch]
         if self.ranks.size > 1 and not size.network:
             ways = [replace(batch, is_greedy=False), batch]
@@ -224,12 +224,12 @@ class Recorder:
         except Exception:
             self.ranks.least(0)
             raise
-        if not self.ranks.least(1):  # or this rank would go on, and wait for the others
+        if not self.ranks.least(1):  # alone, this rank would wait for the others in a collective
             raise RuntimeError("another rank can't record it")
         return graphs
 
     def run_once(self, batch: Batch, ways: list[Batch]) -> None:
-        """For real: kernels are compiled, libraries take memory."""
+        """Run once without recording, so that kernels are compiled and libraries take memory."""
         try:
             states = self.layers(batch)
             for way in ways:
@@ -254,18 +254,20 @@ class Recorder:
 
 
 def end_alike(ranks, failed: bool) -> None:
-    """Raises `RuntimeError`, and ends the ranks, if a run has failed on some of them alone: devices
-    of the others may wait in a collective, which the next one would be taken for."""
-    worst, best = (ranks.least(ranks.rank if so else ranks.size) for so in (failed, not failed))
-    if max(worst, best) < ranks.size:  # the first rank that failed, and the first that did not
+    """Raises `RuntimeError`, and ends the ranks, if a run has failed on some ranks and not on all:
+    the other ranks may be blocked in a collective, and would mistake the next one for it."""
+    first_failed = ranks.least(ranks.rank if failed else ranks.size)  # size: no rank
+    first_fine = ranks.least(ranks.size if failed else ranks.rank)
+    if first_failed < ranks.size and first_fine < ranks.size:
         with ranks.together():
-            raise RuntimeError(f"rank {worst} failed in front of a recording")
+            raise RuntimeError(f"rank {first_failed} failed in front of a recording")
 
 
 def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,
               most_samples: int) -> list[Size]:
-    """From the fewest tokens to the most: of each network's decodes, and of rows with drafts, or
-    with tokens that were some. Without a drafter a grammar may still force a few tokens."""
+    """From the fewest tokens to the most: sizes of decodes, and of rows with drafts, for each
+    network (the second one reads the drafts that the first has checked). Sizes for a few drafts are
+    there without a drafter, too, because a grammar may force a few tokens."""
     sizes = [Size(rows, rows, network=network) for rows in graph_sizes(max_num_seqs)
              for network in range(num_networks)]
     powers = [2 ** i for i in range(10) if 2 ** i < max_num_seqs]
@@ -274,14 +276,14 @@ def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,
         few = min(most, FEW_DRAFTS)
         for drafts in (few, max(few, min(most, MANY_TOKENS - rows))):
             tokens = min(rows + drafts, most_samples)
-            if tokens > fewer + 1:  # one more row than before, and a draft
+            if tokens > fewer + 1:  # at least a row more than the size before has, and a draft
                 sizes += [Size(rows, tokens, True, network) for network in range(num_networks)]
     return sorted(set(sizes), key=lambda size: (size.tokens, size.rows))
 
 
 def with_sections(size: Size, extra: dict[str, bool]) -> list[Size]:
-    """A step of the first network is recorded with the sections of extras and without them; with
-    them alone if some extra fills its own in every step. extra: see `BatchBuilder`."""
+    """A step of the first network is recorded with the sections of extras and without them, or only
+    with them if an extra fills its section in every step. extra: see `BatchBuilder`."""
     if size.network or not extra:
         return [size]
     with_them = size._replace(extra=True)

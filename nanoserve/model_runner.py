@@ -1,14 +1,15 @@
-"""One forward pass: where the weights and the KV bytes are, and how a `Step` becomes tokens.
+"""One forward pass on one rank: from a `Step` to its tokens.
 
     Step ──write─► Batch ──model──► hidden ──rows that sample──► logits ──sample──► tokens
          integers        KV cache: read and written                        stay on the device
 
-The runner owns device memory: weights, the KV cache in what they leave, and the buffers of steps.
+The runner owns device memory: the weights, the KV cache in the memory that they leave, and the
+buffers of steps.
 
 Invariants: only the runner touches KV bytes, and `launch` never waits for the device. It queues a
 step and the copy of its tokens to the host; the engine waits for these in `fetch`. With overlap the
-next step is queued before. The host does not know its input tokens yet, so the step reads them from
-`last_tokens`, on the device:
+next step n+1 is queued before. The host does not know its input tokens yet, so step n+1 reads them
+from `last_tokens`, on the device:
 
     host     prepare n+1 | launch | wait for n's tokens, update, prepare n+2 | launch | ...
     device   ...... step n .......►| tokens of n ►| ...... step n+1 .........►| tokens of n+1 ►|
@@ -48,13 +49,13 @@ from nanoserve.sequence import Step
 class RankParts:
     """What reaches every rank beside config and checkpoint. `Extra.prepare` adds to it."""
 
-    replaced: tuple[str, ...] = ()  # functions that have failed: self_test.py
+    replaced: tuple[str, ...] = ()  # functions taken from `ops`: self_test.py
     num_drafts: int = 0  # the most that a step may guess for a row
     # Sections of the batch that an extra fills: in every step (True), or in some.
     sections: dict[str, bool] = field(default_factory=dict)
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     constraints: Constraints = field(default_factory=Constraints)  # rank 0's sampler reads them
-    # What a rank above 0 does when it gets a message that is no step, by its first number.
+    # What a rank above 0 does with a message that is no step, by the message's first number.
     calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
 
 
@@ -82,14 +83,14 @@ class ModelRunner:
         self.networks: list[nn.Module] = []  # the one that is served, and perhaps one that drafts
         self.model: nn.Module | None = None  # the first of them
         self.kv_cache: KVCache = []
-        # Each step's buffers; each row's newest sample; recordings of decodes. See `start`.
+        # The buffers of steps, each row's newest sample, and recordings of decodes: see `start`.
         self.builder = self.last_tokens = self.graphs = None
         with self.on_device():
             self.make_networks()
 
     def on_device(self) -> AbstractContextManager:
-        """Encloses what runs on a GPU. The current GPU is a thread's: any thread but the one that
-        made the engine (a server's, for example) begins with GPU 0."""
+        """Encloses what runs on a GPU. Each thread has a current GPU of its own, which is GPU 0 in
+        any thread but the one that made the engine (a server's, for example)."""
         return device.current(self.device)
 
     def make_networks(self) -> None:
@@ -145,16 +146,16 @@ class ModelRunner:
         self.kv_cache, self.builder, self.last_tokens = [], None, None
 
     def start(self, num_blocks: int, max_model_len: int) -> None:
-        """The cache has its size: make it, and what needs it. Then steps may come. Graphs use the
-        memory that it has left over."""
+        """Make the KV cache and the buffers for steps, and record graphs in the memory that is left
+        over. After this, steps may come."""
         with self.on_device():
             self.allocate_kv_cache(num_blocks, max_model_len)
             if self.wants_graphs:
                 self.record()
 
     def record(self) -> None:
-        """Graphs, once weights and cache are there; none where that fails, which is said. All ranks
-        record together."""
+        """Record graphs. If that fails, `graphs` stays None and a line on standard error says so.
+        All ranks record together."""
         recorder = self.model.recorder(
             self.builder, self._states, self._choose, self.graph_class, self.ranks,
             len(self.networks), self.parts.num_drafts)
@@ -163,8 +164,8 @@ class ModelRunner:
     @property
     def wants_graphs(self) -> bool:
         """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
-        the host. An extra that computes sets `enforce_eager`, because nothing in a graph can change
-        but numbers."""
+        the host. Extras that run kernels of their own set `enforce_eager`: a graph replays the same
+        kernels in every step."""
         can_be_recorded = self.config.kernels == "triton" and "graph" not in self.parts.replaced
         has_recorder = self.config.on_gpu or self.graph_class is not CudaGraph
         return can_be_recorded and has_recorder and not self.config.enforce_eager
@@ -209,8 +210,8 @@ class ModelRunner:
             return output.to_host()
 
     def run(self, message: torch.Tensor, step: Step | None = None) -> SamplerOutput:
-        """Compute a written step, on every rank. step: the same, on rank 0 alone. The other ranks
-        return numbers that take the place of rank 0's tokens."""
+        """Compute a written step, on every rank. step: the `Step` that was written, on rank 0; None
+        on the other ranks, which return placeholders for rank 0's tokens."""
         return self.compute(self.builder.read(message), step)
 
     def compute(self, batch: Batch, step: Step | None) -> SamplerOutput:
@@ -235,28 +236,28 @@ class ModelRunner:
     def forward(self, batch: Batch, wanted: torch.Tensor | None) -> torch.Tensor:
         """Hidden states of the wanted tokens; None: of all."""
         ids = batch.input_ids
-        if batch.num_unknown:  # the last token of row r comes in the place of -1 - r
+        if batch.num_unknown:  # the newest sample of row r takes the place of -1 - r
             ids = torch.where(ids < 0, self.last_tokens[(-1 - ids).clamp(min=0)], ids)
         kv_cache = self.kv_cache[len(self.model.kv_shapes):] if batch.network else self.kv_cache
         return self.networks[batch.network](ids, batch.positions, kv_cache, batch, wanted)
 
     def _states(self, batch: Batch) -> torch.Tensor:
-        """What graphs record first: hidden states of all tokens, since one is sampled after each.
-        Where a row has several, its samples are in another order than its tokens."""
+        """What graphs record first: the hidden states of all tokens, since each token has a sample.
+        If a row may have several tokens, samples are in another order than tokens."""
         return self.forward(batch, batch.logits_indices.long() if batch.is_padded else None)
 
     def _choose(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """What graphs record then: the choice of tokens, without edits. hidden: of `_states`."""
-        network = self.networks[batch.network]
+        """What graphs record second: the choice of tokens, without edits. hidden: of `_states`."""
+        network, token_ids = self.networks[batch.network], None
         if self.ranks.size > 1 and batch.is_greedy and isinstance(network, Decoder):
             token_ids = network.likeliest(hidden)
         else:
-            token_ids = logits = network.compute_logits(hidden)
+            logits = network.compute_logits(hidden)
             if logits is not None and batch.network:  # drafts are greedy
                 token_ids = self.ops.argmax(logits)
             elif logits is not None:
                 token_ids = choose_plain(logits, batch, self.ops)
-        if token_ids is None:  # a rank above 0: rank 0's tokens will come
+        if token_ids is None:  # on a rank above 0: a placeholder, until `_keep` brings rank 0's
             token_ids = batch.logits_indices.long()
         self._keep(batch, token_ids)
         return token_ids
@@ -278,13 +279,13 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def give_back(self) -> None:
-        """What was freed, to the system and not only to torch."""
+        """Return freed memory to the system. By itself it goes back to torch alone."""
         device.return_freed_memory()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Give all memory back, and end the other ranks."""
+        """Free all memory of this rank; on rank 0, end the other ranks, too."""
         self.synchronize()
         self.networks, self.model, self.kv_cache = [], None, []
         self.graphs = self.builder = self.last_tokens = None
