@@ -7,19 +7,19 @@
 Memory on a GPU is measured: the largest possible step is run once, and the cache gets the rest.
 
     total  | others' | weights | largest step's activations | KV blocks ........ | kept free |
-           └──────── gpu_memory_utilization of it: what may be in use ───────────┘
+           └────── gpu_memory_utilization of the total: may be in use ───────────┘
 
 CUDA graphs, recorded when the cache is there, take their own working memory out of what is kept
 free: a few hundred MB for 256 rows of a large vocabulary.
 
 Memory that others use (another process on the GPU, a display) is what the driver reports as neither
-free nor ours. An engine that did not subtract it counted a negative number of blocks.
+free nor ours.
 
 On a CPU a fixed share of what is free is taken, because a laptop's owner has other programs open.
 Linux says what is available without swapping, and a container may be allowed less. Memory that a
 step has freed is kept for the next one (`keep_freed_memory`): the first use of a new page costs
-more than the arithmetic on it. Weights and caches ask for large pages (`zeros`), and the cache's
-become resident block by block.
+more than the arithmetic on it. Weights and caches ask for large pages (`zeros`). A page of the KV
+cache takes memory from its first use on.
 
 Invariant: a slow path is never silent. A slower choice that the user left open is returned with a
 sentence; a choice that the user made and the machine lacks is an error with the remedy. Which
@@ -85,7 +85,7 @@ def fit_dtype(config: EngineConfig, asked: EngineConfig,
               model: ModelConfig) -> tuple[EngineConfig, list[str]]:
     """A config whose dtype this device has and this network's numbers fit into, and a sentence if
     it is another than the checkpoint's. config: resolved. Raises `ValueError` where the user asked
-    for one that doesn't do."""
+    for a dtype that can't be used."""
     if config.dtype == "float32":
         return config, []
     reasons = {}
@@ -141,7 +141,7 @@ def largest_step(config: EngineConfig, num_drafts: int = 0) -> Step:
     left = config.max_num_batched_tokens - config.max_num_seqs * least
     step = Step(0)
     for row in range(config.max_num_seqs):
-        num_tokens = 1 + min(left, config.max_model_len - least)  # known ones
+        num_tokens = 1 + min(left, config.max_model_len - least)  # without drafts
         left -= num_tokens - 1
         params = SamplingParams(**EVERYTHING, prompt_logprobs=20 if num_tokens > 1 else None)
         seq = Sequence(
@@ -196,7 +196,7 @@ def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int
         # Every sequence at its full length; a small engine keeps room to remember prefixes.
         most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
         budget = min(budget, -(-most // config.block_size) * block_bytes)
-    # A stage whose layers keep states alone has no KV, and room for any number.
+    # A rank whose layers keep states and no KV has room for any number of blocks.
     num_blocks = least(budget // block_bytes if block_bytes else 2 ** 31 - 1)
     if num_blocks < 1:
         raise ValueError(
@@ -207,7 +207,7 @@ def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int
 
 
 def cpu_budget(local_size: int) -> tuple[int, str]:
-    """The same on a CPU that `local_size` ranks share."""
+    """As `gpu_budget`, on a CPU that `local_size` ranks share."""
     free = free_cpu_memory()
     return int(CPU_MEMORY_SHARE * free / local_size), (
         f"{CPU_MEMORY_SHARE:.0%} of the {free / GB:.1f} GB that are free, for {local_size} ranks")
@@ -288,7 +288,7 @@ def memory_for(what: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Ask the C library to keep what tensors leave, and not to return it to the system each time.
+    """Ask the C library to keep freed memory, and not to return it to the system each time.
 
     A prefill's activations are tens of megabytes each. By default glibc maps such a tensor and
     unmaps it again, and the system zeroes every page anew, which takes a large share of a prefill's
@@ -302,7 +302,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """To the system, once: a whole model's weights were freed, and no step will be so large."""
+    """Return it to the system, once: a model's weights were freed, and no step needs so much."""
     with suppress(AttributeError, OSError, TypeError):  # as in keep_freed_memory
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -3,23 +3,23 @@
 A backend may be missing: there is no compiler, no triton, or an old GPU. Then `ops`, the
 specification, takes its place where the user left the choice open.
 
-One that is there may still be wrong. The tests hold the backends against `ops` on their makers'
-machines. A user's GPU, driver or compiler is another, and what goes wrong there is mostly silent:
+A backend that is there may still be wrong. The tests compare the backends with `ops` on their
+makers' machines. A user's GPU, driver or compiler is another, and an error there is mostly silent:
 fluent text from wrong numbers. So the first start compares, at the model's shapes and in its dtype:
 
     numbers ──┬──► a function of the backend ─┐
-              └──► its namesake in `ops`  ───┴──► relative error below TOLERANCE, or it is replaced
+              └──► its namesake in `ops` ─────┴──► relative error below TOLERANCE, or it is replaced
 
 A function that raises or differs is replaced by that of `ops`, together with all that share a
 layout in memory with it, before anything is packed or allocated. A CUDA graph is replayed twice
-with other contents; where that is stale there are no graphs. The outcome is kept in the cache
-folder, by device, library, versions, dtype and shapes: later starts read a file.
+with other contents; if a replay gives wrong numbers, the engine runs without graphs. The outcome is
+kept in the cache folder, by device, library, versions, dtype and shapes: later starts read a file.
 
-Invariant: each check gets the backend that it tries as an argument, and the graph's class, too:
-tests hand in broken ones. `nanoserve doctor` prints the same checks.
+Invariant: checks take the backend and the graph's class as arguments, so tests can pass broken
+ones. `nanoserve doctor` prints the same checks.
 
-Extras try what they multiply by themselves. To compare while the engine runs would find more, and
-cost each step.
+Not known here: the kernels of extras, which check these themselves. Road not taken: comparing while
+the engine runs, which would find more and slow down each step.
 """
 
 import json
@@ -43,12 +43,14 @@ from nanoserve.graphs import CudaGraph
 from nanoserve.model_config import ModelConfig
 from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 
-# Of the norm of what is right: a rounding at the end, and one of each number on the way.
+# Relative to the norm of the right result; it allows for a rounding of each number on the way, and
+# one at the end.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
 EPS = 1e-6
 ROWS = {f"a batch of {rows}": rows for rows in (1, 9, 64)}
-# (query_len, seq_len) of each row: a long one, whose keys are split; many; decodes beside others.
+# (query_len, seq_len) of each row: one long row, whose keys are split; many rows; decodes beside
+# drafts or chunks.
 CROWDS = {"1 row": [(1, 700)], "9 rows": [(1, n) for n in range(1, 80, 9)],
           "64 rows": [(1, 1 + n % 7) for n in range(64)],
           "drafts": [(1, 30), (5, 700), (2, 33)], "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
@@ -60,7 +62,7 @@ CROWDS = {"1 row": [(1, 700)], "9 rows": [(1, n) for n in range(1, 80, 9)],
 def load_backend(kernels: str, failing: tuple[str, ...] = ()) -> ModuleType | SimpleNamespace:
     """`ops`, or the backend that `kernels` names, with the functions of `ops` for those that fail.
     A backend is imported late, because it needs a compiler, or triton, which exists for Linux only.
-    Raises `ImportError` where this is missing."""
+    Raises `ImportError` where one of these is missing."""
     backend = ops
     if kernels == "triton":
         from nanoserve import triton_attention as backend
@@ -138,12 +140,12 @@ class Shapes(NamedTuple):
     windows: tuple[int | None, ...] = (None,)
     softcap: float | None = None
     device: torch.device = torch.device("cpu")
-    exact: bool = False  # the same numbers in float32
+    exact: bool = False  # `numbers` are rounded to `dtype`, and then kept in float32
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> "Shapes":
-        """config: resolved. model: without an activation for a network of transformers'. RoPE turns
-        pairs: an odd head is tried as the next even one."""
+        """config: resolved. A network of transformers' may have no activation: "silu" is tried.
+        RoPE turns pairs, so an odd head is tried as the next even one."""
         return cls(getattr(torch, config.dtype), model.hidden_size,
                    model.head_dim + model.head_dim % 2,
                    model.num_attention_heads // model.num_key_value_heads, config.block_size,
@@ -153,7 +155,7 @@ class Shapes(NamedTuple):
                    torch.device(config.device))
 
     def numbers(self, *sizes: int) -> torch.Tensor:
-        """The same ones for the same sizes."""
+        """Random numbers, the same for the same sizes."""
         drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
         rounded = drawn.to(self.device, self.dtype)
         return rounded.float() if self.exact else rounded
@@ -203,7 +205,7 @@ def wrong_functions(backend: ModuleType, shapes: Shapes) -> dict[str, str]:
 
 
 def machine_of(backend: ModuleType, device: torch.device) -> tuple:
-    """Whatever may make a function right on one machine and wrong on another."""
+    """All that may make a function right on one machine and wrong on another."""
     if device.type == "cpu":  # the file's name has the CPU's features, the compiler, and a digest
         return torch.__version__, backend.COMPILED._name
     sources = sorted(Path(__file__).parent.glob("*.py"))
@@ -230,7 +232,7 @@ def remember(key: str, found: dict[str, str]) -> None:
 
 def sees_as_backends(windows: tuple[int | None, ...], max_model_len: int) -> bool:
     """Whether `visible` is still the rule that the backends have in their own code. Asked at each
-    start: who changes that function shall not get the old text from a kernel."""
+    start: after a change of `visible` the kernels would go on with the old rule, silently."""
     keys = torch.arange(max_model_len)
     queries = keys[::max_model_len // 16 | 1][:, None]
     return all(torch.equal(
@@ -240,21 +242,24 @@ def sees_as_backends(windows: tuple[int | None, ...], max_model_len: int) -> boo
 
 
 def replaced(found: Iterable[str], backend: ModuleType) -> tuple[str, ...]:
-    """All that has to go with what was found to be wrong. Nothing goes for a function that the
-    backend has from `ops`, such as a GPU's products."""
+    """The functions to take from `ops`, if these checks have failed. The functions of a check go
+    together, and with them all that read the same memory. If a check's functions are those of `ops`
+    already, as a GPU's matrix products are, nothing can replace them."""
     names = {"graph"} & set(found)
     for name in {*found} & set(CHECKS):
         uses = CHECKS[name].uses
         if any(getattr(backend, one) is not getattr(ops, one) for one in uses):
             names |= uses
-    for check in CHECKS.values():  # one function packs what several read
+    for check in CHECKS.values():  # `prepack`, for example, makes what several functions read
         if names & check.uses:
             names |= check.uses
-    return tuple(sorted(names | ({"graph"} if names & WAITS else set())))
+    if names & WAITS:
+        names.add("graph")
+    return tuple(sorted(names))
 
 
 def with_replaced(backend: ModuleType, names: tuple[str, ...]) -> ModuleType | SimpleNamespace:
-    """The backend with these functions of `ops`."""
+    """The backend, with these functions taken from `ops`."""
     return backend if not names else SimpleNamespace(**vars(backend) | {
         name: getattr(ops, name) for name in names if name in ops.__all__})
 
@@ -311,7 +316,7 @@ def results(check: Check, backend: ModuleType, shapes: Shapes) -> Iterator[tuple
 
 
 def replays(backend: ModuleType, shapes: Shapes, graph_class: type) -> Iterator[tuple]:
-    """Recorded once, replayed twice, each time with other contents at the same addresses."""
+    """Record a step once, replay it twice, each time with other contents at the same addresses."""
     crowd = Crowd(shapes, [(1, 30)] * 4)
     weight = backend.prepack(shapes.numbers(136, 2 * shapes.group * shapes.head_dim))
     caches = crowd.caches(backend)
@@ -319,7 +324,7 @@ def replays(backend: ModuleType, shapes: Shapes, graph_class: type) -> Iterator[
     def step() -> torch.Tensor:
         return backend.linear(crowd.attend(backend, caches).flatten(1), weight)
 
-    step()  # once for real: kernels are compiled
+    step()  # once without recording: kernels are compiled
     recording = graph_class()
     recording.capture(step)
     for factor in (2, -1):
@@ -379,18 +384,20 @@ def likeliest(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
 
 
 def filters(backend, shapes: Shapes, rows: int) -> Iterable[torch.Tensor]:
-    heat, top_p, min_p = torch.tensor([[0.5], [0.9], [1e-3]], device=shapes.device).repeat(1, rows)
+    params = torch.tensor([[0.5], [0.9], [1e-3]], device=shapes.device).repeat(1, rows)
+    temperature, top_p, min_p = params
     top_k = torch.arange(rows, device=shapes.device).int() % 40
-    return backend.thresholds(permutations(shapes, rows), heat, top_k, top_p, min_p)
+    return backend.thresholds(permutations(shapes, rows), temperature, top_k, top_p, min_p)
 
 
 def draws(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
     """How often each of four tokens is drawn. A backend draws in its own way: less than 0.1, some
     six standard deviations of a share, counts as no difference."""
     logits = torch.tensor([1.0, 2.0, 3.0, 4.0], device=shapes.device)
-    numbers, heat = torch.arange(rows, device=shapes.device), logits.new_full((rows,), 2)
-    drawn = backend.sample_tokens(logits.to(shapes.dtype).repeat(rows, 1), heat, numbers * 7919,
-                                  numbers)
+    temperature = logits.new_full((rows,), 2)
+    positions = torch.arange(rows, device=shapes.device)
+    drawn = backend.sample_tokens(logits.to(shapes.dtype).repeat(rows, 1), temperature,
+                                  positions * 7919, positions)
     share, exact = torch.bincount(drawn, minlength=4) / rows, (logits / 2).softmax(-1)
     return [share if (share - exact).abs().max() > 0.1 else exact]
 
@@ -400,13 +407,15 @@ class Crowd:
 
     def __init__(self, shapes: Shapes, rows: list[tuple[int, int]]):
         self.shapes, self.num_blocks = shapes, 0
-        self.before, self.batch = self.build([(n, n) for _, n in rows]), self.build(rows)
-        self.past, self.qkv = (shapes.numbers(one.num_tokens, 2 * (shapes.group + 2),
-                                              shapes.head_dim) for one in (self.before, self.batch))
+        self.before = self.build([(seq_len, seq_len) for _, seq_len in rows])  # fills the cache
+        self.batch = self.build(rows)
+        heads = 2 * (shapes.group + 2)  # of q, k and v
+        self.past = shapes.numbers(self.before.num_tokens, heads, shapes.head_dim)  # its qkv
+        self.qkv = shapes.numbers(self.batch.num_tokens, heads, shapes.head_dim)
         self.weight = shapes.numbers(shapes.head_dim).float() if shapes.qk_norm else None
 
     def build(self, rows: list[tuple[int, int]]) -> Batch:
-        """Each row's blocks lie backwards in memory."""
+        """A batch of these rows. A row's blocks lie backwards in memory."""
         step, end, block_size = Step(0), 0, self.shapes.block_size
         for row, (query_len, seq_len) in enumerate(rows):
             start, end = end, end + -(-seq_len // block_size)
@@ -420,7 +429,7 @@ class Crowd:
                             self.shapes.device).build(step)
 
     def caches(self, backend) -> tuple[torch.Tensor, torch.Tensor]:
-        """With all keys and values, also those that a step then writes anew."""
+        """Caches with the keys and values of all tokens, also those that `attend` writes again."""
         dtype = torch.int8 if self.shapes.is_int8 else self.past.dtype
         caches = backend.new_cache(self.num_blocks, self.shapes.block_size, 2,
                                    self.shapes.head_dim, dtype, self.shapes.device)
