@@ -1,4 +1,4 @@
-"""Compile cpu.cpp, or a file like it, for this machine on first use, and load it.
+"""Compile cpu.cpp, or a file like it, for this machine on first use, load it, and call it safely.
 
 A wheel can't know which instructions a CPU has. So it contains the source, and the system's
 compiler makes a library of it once. The library's name has a hash of all that went into it, and a
@@ -9,8 +9,8 @@ digest of the library itself:
 
 Invariants: what lies in that folder will be run, so folder and file must be this user's, closed to
 all others, and no links; otherwise a temporary folder takes its place. A file that was cut off or
-damaged could end the process that loads it. Its digest differs from its name's, and it is built
-anew. A compiler is called without a shell and with a time limit. If several processes start at
+damaged could end the process that loads it, so a file is built anew if its digest is not the one in
+its name. A compiler is called without a shell and with a time limit. If several processes start at
 once, one builds and the others wait.
 
 Threads are OpenMP's. torch has loaded an OpenMP library already, and a second one would be a second
@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # Arithmetic as it is written: no -ffast-math, which would also change it for the whole process.
-# -Xpreprocessor hands -fopenmp to the compiler alone: from it g++ and clang++ would also link an
+# -Xpreprocessor hands -fopenmp to the compiler alone: otherwise g++ and clang++ would also link an
 # OpenMP library of their own beside torch's.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Xpreprocessor", "-fopenmp",
          "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
@@ -75,8 +75,8 @@ def load(source: Path | None = None) -> ctypes.CDLL:
 
 
 def command_for_this_cpu() -> tuple[list[str], list[str]]:
-    """The compiler with its flags; its version, and the macros that name the CPU's features: a home
-    may be shared by machines with different CPUs."""
+    """The compiler with its flags; and its version with the macros that name the CPU's features,
+    because a home folder may be shared by machines with different CPUs."""
     command = [*find_compiler(), *FLAGS, *words("CXXFLAGS")]
     version, macros = run([*command, "--version"]), run([*command, *MACROS])
     if tiles_for("__AMX_BF16__" in macros):
@@ -92,8 +92,10 @@ def tiles_for(cpu_has_them: bool) -> bool:
     if asked not in ("", "0", "1"):
         raise BuildError(f"NANOSERVE_TILES={asked!r}: 0 leaves matrix tiles alone, 1 takes them "
                          "where the CPU has them, which is the default")
-    if asked == "0" or cpu_has_them and may_use_tiles():
-        return asked != "0"
+    if asked == "0":
+        return False
+    if cpu_has_them and may_use_tiles():
+        return True
     if cpu_has_them or asked == "1":
         why = "Linux refuses them to this process" if cpu_has_them else "this CPU has none"
         tqdm.write(f"nanoserve: products go without matrix tiles: {why}", file=sys.stderr)
@@ -101,8 +103,8 @@ def tiles_for(cpu_has_them: bool) -> bool:
 
 
 def may_use_tiles() -> bool:
-    """Ask Linux for the room that matrix tiles take in each thread's state. Without that the first
-    use ends the process; an old kernel or a sandbox refuses."""
+    """Ask Linux for the room that matrix tiles take in each thread's state. Without this permission
+    the first use of a tile ends the process. An old Linux or a sandbox refuses."""
     arch_prctl, request_permission, tile_data = map(ctypes.c_long, (158, 0x1023, 18))
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
@@ -112,8 +114,8 @@ def digest(content: bytes) -> str:
 
 
 def contents(source: Path) -> bytes:
-    """The source, and behind it the headers of this folder that it includes (the others are the
-    compiler's), with those that they include."""
+    """The source, followed by the headers of this folder that it includes, and that these include.
+    All other headers are the compiler's."""
     text = source.read_bytes()
     included = re.findall(rb'^#include "(.+)"', text, re.M)
     return b"".join([text, *(contents(SOURCE.parent / name.decode()) for name in included)])
@@ -162,9 +164,8 @@ def find_compiler() -> list[str]:
 def find_openmp() -> Path:
     """The OpenMP library that torch has loaded. Raises `BuildError` if there is none.
 
-    Other packages may have brought one of their own into the process. torch's lies in its folder,
-    or in the one that wheels have for libraries. Where none does, torch uses the system's, which is
-    in the process, too.
+    Other packages may have loaded one of their own. torch's lies in its folder, or in the one that
+    wheels have for libraries. If none lies there, torch uses the system's, which is loaded, too.
     """
     folder, maps = Path(torch.__file__).resolve().parent, Path("/proc/self/maps")
     text = maps.read_text() if maps.exists() else "\n".join(map(str, folder.glob("lib/*")))
@@ -172,7 +173,8 @@ def find_openmp() -> Path:
     if not found:
         raise BuildError("torch has no OpenMP library whose threads could be shared: install "
                          "another build of torch, or use kernels='torch'")
-    return Path(min(found, key=lambda path: not path.startswith((f"{folder}/", f"{folder}.libs/"))))
+    of_torch = [path for path in found if path.startswith((f"{folder}/", f"{folder}.libs/"))]
+    return Path((of_torch or found)[0])
 
 
 def cache_folder() -> Path | None:
@@ -197,41 +199,42 @@ def is_whole(path: Path) -> bool:
     return is_private(path) and path.stem.endswith(digest(path.read_bytes()))
 
 
-# ---------------------------------------------------------------------- library
+# ------------------------------------------------- the functions of a library
 # A compiled library's functions, checked by their signatures before an address is handed over.
 #
-# The last lines of cpu.cpp, or of a file like it, say what each function takes and gives:
+# The last lines of cpu.cpp, or of a file like it, declare what each function takes and gives:
 #
 #     add_rms_norm: T x[rows size], T? residual[rows size], f32 weight[size], float eps ->
 #                   T out[rows size], T total[rows size]
 #
-# T is the dtype of the first argument (float16 is computed in float32). What has a question mark
-# may be None. A size has one value wherever its name stands, as in the signatures of NumPy's
-# generalised ufuncs. From such a line comes a function of Python, which makes room for the results:
+# T is the dtype of the first argument (float16 is computed in float32). An argument with a question
+# mark may be None. A size has one value wherever its name stands, as in the signatures of NumPy's
+# generalised ufuncs. Such a line becomes a `Function`, which makes room for the results:
 #
 #     x, residual, weight, eps ─ checked ─► addresses, numbers, sizes ─► C++ ─► out, total
 #
-# C++ gets the sizes in the order in which they are named, but for those like `_ends`, which are
-# only checked. "panels" is a packed weight of T, whose sizes are the weight's own. "cache" is T or
-# int8, which its last size tells C++.
+# C++ gets the sizes in the order in which they are named, except those like `_ends`, which are only
+# checked. "panels" is a packed weight of T, with the sizes of the weight. "cache" is T or int8: C++
+# sees from the cache's last size which of the two it is.
 #
-# Invariant: no address is handed over unless dtype, shape, order and device fit. A wrong one would
-# not raise, it would read or write another object's memory. Numbers that are used as indices
-# (slots, tables, ids) are trusted: batch.py makes them.
+# Invariant: no address is handed over unless dtype, shape, order and device fit. A wrong address
+# would not raise an error: C++ would read or write another object's memory. Numbers that are used
+# as indices (slots, tables, ids) are trusted: batch.py makes them.
 #
-# For operators that torch knows (torch.library) C++ would have to include torch's headers, and then
-# compile much longer.
+# Road not taken: operators that torch knows (torch.library). C++ would have to include torch's
+# headers, and would take much longer to compile.
 
 DTYPES = (torch.float32, torch.bfloat16)  # T, in the order of a library's table
 KINDS = {"T": None, "panels": None, "cache": None, "f32": torch.float32, "i8": torch.int8,
          "i32": torch.int32, "i64": torch.int64, "float": ctypes.c_float, "long": ctypes.c_long}
-# For results: a tensor is made in the least time by asking one of its dtype for it.
+# A result is made by `new_empty` of one of these: there is no faster way to make a tensor.
 ROOM = {dtype: torch.empty(0, dtype=dtype, device="cpu")
         for dtype in (*DTYPES, torch.int32, torch.int64)}
 
 
 def functions_of(library: ctypes.CDLL) -> SimpleNamespace:
-    """By name. The library's table has a signature and two addresses for each; null at the end."""
+    """A library's functions, by name. Its table has three entries for each: the signature, and the
+    addresses for float32 and bfloat16; it ends with null."""
     table, found = ctypes.cast(library.functions, ctypes.POINTER(ctypes.c_void_p)), {}
     while table[3 * len(found)]:
         text, *addresses = table[3 * len(found):3 * len(found) + 3]
@@ -241,11 +244,13 @@ def functions_of(library: ctypes.CDLL) -> SimpleNamespace:
 
 
 class Function:
-    """Called with what it takes, and by name with sizes that no tensor has."""
+    """One compiled function. Arguments are as its signature says; keyword arguments give the sizes
+    that no tensor has."""
 
     def __init__(self, name: str, signature: str, addresses: list[int]):
         self.name, self.signature = name, signature
-        self.takes, self.gives = map(parts_of, f"{signature} -> ".split(" -> ")[:2])
+        takes, _, gives = signature.partition(" -> ")
+        self.takes, self.gives = parts_of(takes), parts_of(gives)
         parts = self.takes + self.gives
         # The sizes that C++ gets, each once, in the order in which they are named.
         self.handed = dict.fromkeys(size for part in parts for size in part.dims if size[0] != "_")
@@ -255,7 +260,7 @@ class Function:
 
     def __call__(self, *given, **sizes: int):
         asked = dtype = given[0].dtype
-        if asked not in self.compiled:  # float16 is computed in float32; others will not fit
+        if asked not in self.compiled:  # float16 becomes float32; any other dtype will not fit
             given, dtype = [in_float32(x) for x in given], torch.float32
         arguments = []
         for part, x in zip(self.takes, given, strict=True):
@@ -308,5 +313,5 @@ def parts_of(text: str) -> list[Part]:
 
 
 def in_float32(x):
-    """If it is a tensor of float16."""
+    """A tensor of float16 as float32; anything else as it is."""
     return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x

@@ -26,7 +26,7 @@
 // other rows. With a window they do depend on how the prompt was cut into chunks: tiles begin at
 // the first key that a chunk sees. float16 comes here as float32.
 //
-// Shapes and dtypes are checked in library.py before an address comes here. Built by build.py.
+// build.py compiles this file, and checks shapes and dtypes before an address comes here.
 
 #include "matrix_tiles.h"
 

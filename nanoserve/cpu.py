@@ -1,8 +1,8 @@
-"""The CPU's backend: `ops`, compiled. What each function means is written there.
+"""The CPU's backend: `ops`, compiled. What each function means is written in ops.py.
 
-cpu.cpp computes, and says what its functions take. library.py checks the arguments, makes
-room for the results, and calls. This file adds what the library can't know: packed weights, the
-cache, and sizes that no argument has by itself.
+cpu.cpp computes, and declares what its functions take. build.py compiles it, and calls functions
+with checked arguments and memory for the results. This file adds what build.py can't know: packed
+weights, the cache, and sizes that no argument has by itself.
 
     weight (outputs, inputs) ─ prepack ─► panels
     x (rows, inputs), panels ─ linear ─► (rows, outputs)
@@ -29,7 +29,7 @@ __all__ = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", 
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
 IS_GELU = {"silu": False, "gelu_tanh": True}
 COMPILED = load()
-LIBRARY = functions_of(COMPILED)  # arguments passed by name are sizes, which the others must fit
+LIBRARY = functions_of(COMPILED)  # a keyword argument is a size, which the tensors must fit
 
 
 class PackedWeight(NamedTuple):
@@ -41,7 +41,7 @@ class PackedWeight(NamedTuple):
 
 
 def multiplies(dtype: torch.dtype) -> str:
-    """What multiplies matrices of a dtype on this CPU, in the words of the start-up line."""
+    """The instructions that multiply matrices of a dtype here, as the start-up line names them."""
     of_others, of_bfloat16 = (ctypes.c_char_p * 2).in_dll(COMPILED, "multiplies")
     return (of_bfloat16 if dtype == torch.bfloat16 else of_others).decode()
 
@@ -91,9 +91,9 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
 
 def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
               dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tiles of 16 slots, as cpu.cpp describes them. The shape only tells the sizes: slots are
-    padded to whole tiles. float16 is kept as float32."""
-    while num_blocks * block_size % PANEL:
+    """Tiles of 16 slots, as cpu.cpp describes them: the shape says the sizes, not where a number
+    lies. float16 is kept as float32."""
+    while num_blocks * block_size % PANEL:  # until the last tile is whole
         num_blocks += 1
     shape = (num_blocks, block_size, num_kv_heads, stored(head_dim, dtype))
     dtype = torch.float32 if dtype == torch.float16 else dtype
@@ -111,7 +111,8 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
                     k_weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
                     sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                     slot_mapping: torch.Tensor) -> torch.Tensor:
-    _, heads, size = qkv.shape  # heads: all of q, k and v; the size must be even
+    _, heads, size = qkv.shape  # heads: all of q, k and v
+    # An odd size must be refused: the library is told an even one, which qkv does not fit.
     return LIBRARY.norm_rope_store(
         qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slot_mapping,
         heads=heads - 2 * k_cache.shape[2], size=size - size % 2,
@@ -128,6 +129,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     if tokens < sum(batch.query_lens) or longest > width * block_size:
         raise ValueError(f"{tokens} queries for rows of {batch.query_lens}, and {width} blocks of "
                          f"{block_size} tokens for a row of {longest}")
+    # So are heads that are no multiple of the KV heads.
     return LIBRARY.paged_attention(
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, scale,
         window or 0, softcap or 0, sinks, last, heads=heads - heads % kv_heads, _ends=rows + 1,
@@ -144,6 +146,7 @@ def thresholds(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Ten
 
 
 def sample_tokens(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
-         positions: torch.Tensor, thresholds: ops.Thresholds | None = None) -> torch.Tensor:
+                  positions: torch.Tensor,
+                  thresholds: ops.Thresholds | None = None) -> torch.Tensor:
     low, last = thresholds or (None, None)
     return LIBRARY.sample_tokens(logits, temperature, seeds, positions, low, last)
