@@ -19,11 +19,13 @@ machine, or torchrun's. They receive the packed buffer of each step, and run the
 (`serve_rank`).
 
 Invariants: all ranks call the same collectives in the same order; when a rank's process ends, the
-others raise an error that names it, and end. A group belongs to its engine and not to the process.
+others raise an error that names it, and end. The group of ranks belongs to its engine, not to the
+process, which may have several engines.
 
-Not known here: a rank that is alive and does not answer (nanoserve_extras/base/watch.py). torch's
-DTensor would share tensors out by itself, and hide the idea. Python's own multiprocessing would run
-the user's script again in every child ("spawn"), and so it wants a `__main__` guard in the script.
+Not known here: a rank that is alive and does not answer (nanoserve_extras/base/watch.py). Roads not
+taken: torch's DTensor would share tensors out by itself, and hide the idea. Python's own
+multiprocessing would run the user's script again in every child ("spawn"), so the script would need
+a `__main__` guard.
 """
 
 import os
@@ -48,16 +50,16 @@ from nanoserve.turns import ctrl_c_held
 # Dtypes of plain weights. Integers and 8-bit floats are no weights without their scales.
 CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters start, torch loads
+START_TIMEOUT = timedelta(minutes=10)  # until all ranks have started, and have loaded torch
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
 GOODBYE_TIMEOUT = timedelta(seconds=5)
 GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
 LOOPBACK = "127.0.0.1"  # ranks on one machine must not be reachable from outside
 
-# A *message* is a step's buffer of int32 numbers, on every rank of the same size. Its first number
-# says how many of them are in use, or, below zero, that it is no step.
-HEAD = 2 ** 10  # numbers of the first broadcast, which holds most messages of decode steps whole
-STOP = -1  # in the place of the length: no more steps will come
+# A *message* is a step's buffer of int32 numbers, which has the same size on every rank. Its first
+# number says how many of them are in use. Below zero it says that the message is no step.
+HEAD = 2 ** 10  # numbers in the first broadcast: most messages of decode steps fit into it
+STOP = -1  # as the first number: no more steps will come
 
 # A child ignores Ctrl-C, which is rank 0's business, before it does anything that takes time.
 CHILD = ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
@@ -133,14 +135,14 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
         self.local_rank, self.local_size = rank, size  # among the ranks of this machine
-        self.parent: int | None = None  # rank 0's process, if that has started this one
-        self.process = os.getpid()  # a forked process has a copy of this object, and must not close
+        self.parent: int | None = None  # the id of rank 0's process, if it has started this one
+        self.process = os.getpid()  # a fork has a copy of this object, and must not close the group
         self.store: dist.Store | None = None  # where the ranks find each other
-        self.control = None  # gloo, between the hosts: the steps' messages
-        self.group = None  # between the devices: gloo again, or NCCL
+        self.control = None  # gloo's group, between the hosts: the steps' messages
+        self.group = None  # the group between the devices: gloo's again, or NCCL's
         self.watch: Watch | None = None
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # guards `broken`
         self.threads_before: int | None = None  # torch's, to be restored when the engine has ended
 
     def share(self, total: int, rank: int | None = None) -> Slice:
@@ -175,8 +177,8 @@ class Ranks:
         return x
 
     def gather(self, x: torch.Tensor, total: int) -> torch.Tensor | None:
-        """Columns shared out by `share(total)`: (rows, share) -> (rows, total) on rank 0, None on
-        the others. Collectives want equal sizes, so a smaller share is padded on its way."""
+        """Join columns that were shared out by `share(total)`: (rows, share) -> (rows, total) on
+        rank 0, None on the others. A collective needs equal sizes, so smaller shares are padded."""
         if self.size == 1:
             return x
         widest = -(-total // self.size)
@@ -204,14 +206,14 @@ class Ranks:
             self._run(self.group.broadcast, [x], _from_rank_0())
 
     def broadcast_host(self, x: torch.Tensor) -> None:
-        """The same from host to host. Idle ranks wait here, because waiting in NCCL would keep
-        their GPUs busy."""
+        """As `broadcast`, from host to host. Idle ranks wait here, because waiting in NCCL would
+        keep their GPUs busy."""
         if self.size > 1:
             self._run(self.control.broadcast, [x], _from_rank_0())
 
     def broadcast_message(self, message: torch.Tensor) -> None:
-        """Copy rank 0's message into the other ranks' buffers. A long one takes a second
-        broadcast, because they don't know its length before."""
+        """Copy rank 0's message into the other ranks' buffers. These don't know its length before
+        the first `HEAD` numbers have come, so a long message takes two broadcasts."""
         if self.size > 1:
             self.broadcast_host(message[:HEAD])
             if message[0] > HEAD:
@@ -329,11 +331,11 @@ class Ranks:
         """End this rank's part; rank 0 tells the others, so that they end, too."""
         if self.watch is None or self.process != os.getpid():
             return
-        self.watch.stopped.set()  # from here on it is no death when a rank ends
+        self.watch.stopped.set()  # from here on a rank that ends is not reported
         if self.rank == 0 and self.broken is None:
             last_word = torch.full((HEAD,), STOP, dtype=torch.int32)
             options = _from_rank_0(timeout=GOODBYE_TIMEOUT)  # a rank may hang
-            with suppress(ConnectionError):  # they have ended already, or will be made to
+            with suppress(ConnectionError):  # the others have ended, or `watch.close` ends them
                 self._run(self.control.broadcast, [last_word], options)
         if self.group is not self.control:
             end = self.group.shutdown if self.broken is None else self.group.abort
@@ -342,7 +344,7 @@ class Ranks:
         self.fail("the engine was shut down")
         if self.threads_before is not None:
             torch.set_num_threads(self.threads_before)
-        # Rank 0's store serves the others for as long as it is kept.
+        # Rank 0 serves the store to the others, until this reference to it is dropped.
         self.control = self.group = self.watch = self.store = None
 
 
@@ -364,15 +366,15 @@ def _options(kind: type, **values):
 
 
 class Watch(threading.Thread):
-    """Looks whether the processes live: rank 0 at those that it has started, and these at rank 0.
-    (torchrun looks at its own.)
+    """A thread that notices when another process ends. Rank 0 watches the processes that it has
+    started, and each of these watches rank 0 (torchrun watches its own).
 
-    A collective of gloo fails when another rank's process ends, because its connections close. One
-    of NCCL would wait for ever, and so it is aborted here.
+    A collective of gloo fails when another rank's process ends, because its connections close. A
+    collective of NCCL would wait for ever, and so it is aborted here.
     """
 
     BEAT = 0.5  # seconds between two looks
-    PATIENCE = GRACE_SECONDS  # how long after a death it may be noticed
+    PATIENCE = GRACE_SECONDS  # how long it may take until a death is noticed
 
     def __init__(self, ranks: Ranks, children: list[subprocess.Popen]):
         super().__init__(name="nanoserve-watch", daemon=True)
@@ -387,7 +389,7 @@ class Watch(threading.Thread):
                 self.stopped.set()
 
     def look(self) -> str | None:
-        """Who died, if anybody did."""
+        """Which process died, if one did."""
         if lost_parent(self.ranks.parent):
             return "rank 0 died"
         for rank, child in enumerate(self.children, 1):
@@ -410,27 +412,28 @@ class Watch(threading.Thread):
             end_process(ranks.rank, reason)
 
     def wait_for_reason(self) -> None:
-        """After a collective has failed: wait until it is known who died, if anybody did."""
+        """After a collective has failed: wait until it is known which rank died, if one did."""
         deadline = time.monotonic() + self.PATIENCE
         while self.ranks.broken is None and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def give_up(self) -> None:
-        """This rank can't go on: its children are ended. Deaths from here on are not reported."""
+        """End the children, because this rank can't go on. Deaths are no longer reported."""
         self.stopped.set()
         kill(self.children)
 
     def close(self, is_told: bool) -> None:
-        """The engine has ended. is_told: the children know it. Those that don't exit are killed."""
+        """The engine has ended: wait for the children, and kill those that don't exit. is_told:
+        whether they were told to end; otherwise they are killed at once."""
         self.stopped.set()
         if self.is_alive() and threading.current_thread() is not self:  # a finalizer runs anywhere
             self.join()
         deadline = time.monotonic() + GRACE_SECONDS * is_told
         for child in self.children:
-            with suppress(OSError):  # it may have ended before it had read all
+            with suppress(OSError):  # the child may have ended before it had read all
                 child.stdin.close()
             try:
-                with ctrl_c_held():  # amid `wait` it would leave Popen's own lock taken
+                with ctrl_c_held():  # Ctrl-C inside `wait` would leave Popen's own lock taken
                     child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 kill(self.children)
@@ -465,8 +468,8 @@ def start_ranks(size: int, device: str, serve: Callable[[Ranks], None],
     """Start the other ranks, or join them under torchrun, and return rank 0.
 
     device: "cpu" or "cuda". serve: what a rank above 0 runs. make_ranks: `Ranks` or a subclass.
-    Both can be pickled. Raises `ValueError` for a size that can't be, `RuntimeError` if a rank
-    doesn't come up.
+    Both can be pickled. Raises `ValueError` if there are too few GPUs, `RuntimeError` if a rank
+    does not start.
     """
     if size == 1:
         return make_ranks()
@@ -485,16 +488,16 @@ def start_ranks(size: int, device: str, serve: Callable[[Ranks], None],
         kill(children)
         ranks.abort("the ranks could not start")
         raise
-    # Rank 0, too, takes its share: threads without a core of their own hold up all the others.
+    # Rank 0, too, takes its share of the threads: one without a core delays all the others.
     torch.set_num_threads(threads)
     ranks.threads_before = all_threads
     return ranks
 
 
 def make_store() -> tuple[dist.TCPStore, int]:
-    """Where the ranks find each other, and its port: 0 lets the system pick one that is free, and
-    nobody can take it in between. The socket is made here because torch's own would listen to the
-    whole network."""
+    """Where the ranks find each other, and its port. The system picks a free port (0 asks for that)
+    and binds it at once, so no other program can take it in between. The socket is made here
+    because torch's own would listen to the whole network."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False,
@@ -502,13 +505,13 @@ def make_store() -> tuple[dist.TCPStore, int]:
 
 
 def _spawn(boot: tuple) -> subprocess.Popen:
-    """A fresh interpreter with the same import path (-P: without the current folder in front). Its
-    standard input first brings what it is to do, and then stays open for as long as rank 0 lives.
-    What it prints goes to standard error."""
+    """A fresh interpreter with the same import path (-P: without the current folder in front). It
+    reads `boot` from its standard input, which then stays open for as long as rank 0 lives. What it
+    prints goes to standard error."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     child = subprocess.Popen([sys.executable, "-P", "-c", CHILD], stdin=subprocess.PIPE, stdout=2,
                              env=os.environ | {"PYTHONPATH": path})
-    with suppress(OSError):  # it has ended already, which `Watch` finds out
+    with suppress(OSError):  # the child has ended already, which `Watch` will find out
         pickle.dump(boot, child.stdin)
         child.stdin.flush()
     return child
@@ -521,7 +524,7 @@ def run_child() -> None:
     torch.set_num_threads(threads)
     try:
         if lost_parent(parent):
-            end_process(rank, "rank 0 died")  # and nobody would answer
+            end_process(rank, "rank 0 died")  # there would be no answer
         ranks = make_ranks(rank, size)
         ranks.parent = parent
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=START_TIMEOUT)
@@ -531,8 +534,8 @@ def run_child() -> None:
         sys.stdout.flush()
         os._exit(0)  # nothing is left to do, and torch's own exit is slow
     except Exception as error:
-        # In one line, because rank 0 mostly prints the same. Then the process ends at once, and
-        # with it its connections: that tells the others.
+        # In one line, because rank 0 mostly prints the same. The process ends at once, which closes
+        # its connections and so tells the others.
         end_process(rank, f"{type(error).__name__}: {error}")
 
 
@@ -568,8 +571,8 @@ def under_torchrun() -> bool:
 
 
 def take_gpu(size: int, device: str) -> None:
-    """Under torchrun a rank's own GPU becomes the current one, before anything runs: all of them
-    would try their kernels on the first, and keep memory there."""
+    """Under torchrun a rank's own GPU becomes the current one, before anything runs: otherwise all
+    ranks would try their kernels on the first GPU, and keep memory there."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if size > 1 and device == "cuda" and under_torchrun() and (
             local_rank < torch.cuda.device_count()):  # too few: see check_gpus
@@ -577,7 +580,7 @@ def take_gpu(size: int, device: str) -> None:
 
 
 def check_gpus(device: str, count: int, what: str) -> None:
-    """Raises `ValueError` where there are too few."""
+    """Raises `ValueError` if there are fewer GPUs than `count`. what: what needs them."""
     if device == "cuda" and (found := torch.cuda.device_count()) < count:
         raise ValueError(f"{what} needs {count} GPUs, torch sees {found}: start fewer ranks, or "
                          "set CUDA_VISIBLE_DEVICES to all of them")
@@ -585,8 +588,8 @@ def check_gpus(device: str, count: int, what: str) -> None:
 
 def _join_torchrun(size: int, device: str, serve: Callable[[Ranks], None],
                    make_ranks: Callable[..., Ranks]) -> Ranks:
-    """All ranks come here with the same script. Those above 0 serve until rank 0 shuts down, and
-    then their script ends: only rank 0 runs the rest of it."""
+    """All ranks run the same script and come here. Ranks above 0 serve until rank 0 shuts down, and
+    then end their script: only rank 0 runs the rest of it."""
     world = int(os.environ["WORLD_SIZE"])
     if size != world:
         raise ValueError(f"tensor_parallel_size times pipeline_parallel_size is {size}, but "
