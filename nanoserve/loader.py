@@ -1,8 +1,8 @@
-"""Where a checkpoint is, and its weight files to parameters: each tensor is copied to its layer.
+"""From a model's name to its folder, and from weight files to parameters.
 
 A model is named by a folder, a hub id such as "Qwen/Qwen3-0.6B", or a bundled one ("storyteller",
-wherever the package is installed). `huggingface_hub` fetches a hub id's files that an engine reads,
-keeps them and works offline.
+wherever the package is installed). For a hub id, `huggingface_hub` fetches the files that an engine
+reads, and keeps them, so that later starts work offline.
 
 A checkpoint is one `model.safetensors`, or several shards with an index that says which tensor lies
 in which file. A file is mapped, so loading needs the model's size and one tensor, never two models;
@@ -18,8 +18,8 @@ of the others are translated here:
     ...mlp.experts.down_proj                       ...mlp.experts.3.down_proj.weight     (in memory)
 
 Invariant: **every part of every parameter is written exactly once.** A tensor that has no place, a
-place that gets no tensor, and a tensor that comes twice are errors with names. Engines that skip
-this check answer with random text when a glob finds nothing (nano-vllm #97).
+place that gets no tensor, and a tensor that comes twice are errors that name the tensor. Engines
+that skip this check answer with random text when a glob finds nothing (nano-vllm #97).
 """
 
 import re
@@ -43,10 +43,10 @@ DIALECTS = [(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", ""),
             (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
             (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
             (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj.")]
-# A layer's experts as transformers 5 has them in memory, and a trainer sends them: two tensors.
+# All experts of a layer in two tensors, as in the memory of transformers 5 and of trainers.
 JOINED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 ROPE_TABLE = "rotary_emb.inv_freq"  # a buffer in older files, which follows from config.json
-DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
+DUMMY_NUMBERS = 2 ** 20 + 7  # random ones, then repeated; odd, so that a matrix's rows differ
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with its file and name
 
 # ---------------------------------------------------------------- which folder
@@ -56,9 +56,9 @@ def find_model(model: str | Path, option: str = "model", weights: bool = True,
                code: bool = False, revision: str | None = None) -> Path:
     """The folder of a model: a local or bundled one, or a hub id's (fetched, or from its cache).
 
-    weights, code: whether these are wanted from the hub, too. revision: a branch, a tag or a commit
-    there. Raises `ValueError` when there is no such model, naming the option that it was given
-    with, and for a revision of a folder, which has none.
+    weights, code: whether to fetch these from the hub, too. revision: a branch, a tag or a commit
+    there. Raises `ValueError` if there is no such model, naming the option that it was given with,
+    and for a revision of a folder, which has none.
     """
     folder = Path(model).expanduser()
     if not folder.exists() and len(folder.parts) == 1 and (BUNDLED / folder).is_dir():
@@ -90,7 +90,7 @@ def fetch(name: str, option: str, patterns: list[str], revision: str | None = No
 
 def find_weights(model: nn.Module, folder: Path, load_format: str = "auto",
                  given: Tensors | None = None) -> Tensors:
-    """The tensors that fill a network: those that are given, or those in its folder."""
+    """The tensors that fill a network: `given`, or those in its folder."""
     if given is not None:
         return given
     if load_format == "pt":
@@ -159,7 +159,7 @@ def read_safetensors(files: Iterable[Path]) -> Tensors:
 
 
 def load_weights(model: nn.Module, tensors: Tensors, source: Path) -> None:
-    """Fill a `Decoder`, or what has its `config` and `unused`. source: where the tensors are from.
+    """Fill a `Decoder`, or a network with its `config` and `unused`. source: for messages.
 
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
@@ -191,10 +191,10 @@ class Places:
     def __init__(self, model: nn.Module):
         self.model = model
         self.missing = expected_tensors(model)
-        self.num_left = Counter(map(block_of, self.missing))  # of each block
+        self.num_left = Counter(map(block_of, self.missing))  # missing tensors by `block_of`
 
     def fill(self, file: Path, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to its place. A block whose last tensor this was packs its weights."""
+        """Copy a tensor to its place. If it was a decoder layer's last one, the layer is packed."""
         known = translated(name)
         if known not in self.missing:
             raise ValueError(f"{file}: the tensor {name} has no place in "
@@ -205,10 +205,10 @@ class Places:
         except ValueError as error:
             raise ValueError(f"{file}: the tensor {name} can't fill its place in the network "
                              f"of config.json: {error}") from None
-        block = block_of(known)
-        self.num_left[block] -= 1
-        if block and not self.num_left[block]:
-            finish(self.model.get_submodule(block).modules())
+        layer = block_of(known)
+        self.num_left[layer] -= 1
+        if layer and not self.num_left[layer]:
+            finish(self.model.get_submodule(layer).modules())
 
     def check_all_filled(self, source: Path) -> None:
         if self.missing:
@@ -228,13 +228,13 @@ def expected_tensors(model: nn.Module) -> dict[str, Callable[[torch.Tensor], Non
 
 
 def block_of(name: str) -> str:
-    """layers.3 of layers.3.mlp.up_proj.weight, and nothing of other names."""
+    """The decoder layer of a name: layers.3 for layers.3.mlp.up_proj.weight, "" outside of all."""
     found = re.match(r"layers\.\d+", name)
     return found[0] if found else ""
 
 
 def finish(modules: Iterable[nn.Module]) -> None:
-    """All of their weights are in place: they may pack them, one by one."""
+    """Let modules pack their weights, one module at a time. All of their tensors have come."""
     for module in modules:
         if hasattr(module, "process_weights_after_loading"):
             module.process_weights_after_loading()
@@ -248,12 +248,13 @@ def translated(name: str) -> str:
 
 
 def apart(tensors: Tensors) -> Tensors:
-    """Each expert's own matrices, (outputs, inputs), where all of a layer come in one tensor."""
+    """Cut a tensor of all experts of a layer into each expert's matrices, (outputs, inputs). Other
+    tensors pass as they are."""
     for file, name, tensor in tensors:
         if (joined := JOINED.fullmatch(name)) is None or tensor.dim() != 3:
             yield file, name, tensor
             continue
-        names = joined[2].split("_")  # "gate_up": the rows of the one, then those of the other
+        names = joined[2].split("_")  # "gate_up": the rows of gate, then those of up
         for i, expert in enumerate(tensor):
             for matrix, rows in zip(names, expert.chunk(len(names)), strict=True):
                 yield file, f"{joined[1]}.{i}.{matrix}_proj.weight", rows
@@ -270,7 +271,7 @@ def check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
                          "tie_word_embeddings: set that to false, hf_overrides will do")
 
 
-# ---------------------------------------------------------------- made up
+# ---------------------------------------------------------- random weights
 
 
 @torch.no_grad()
@@ -278,8 +279,8 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
     """Random weights that keep activations at a sensible size; for benchmarks and tests.
 
     Each parameter has its own seed, so a parameter that all ranks keep whole (a router) is equal on
-    all of them. But so are their shares of a matrix: it is another model than on one rank. A large
-    parameter repeats its first million numbers, because drawing all of them is slow.
+    all ranks. But their shares of a matrix are equal, too, so two ranks run another model than one
+    does. A large parameter repeats its first million numbers, because drawing all of them is slow.
     """
     for module in model.modules():
         if hasattr(module, "make_room"):  # a layer with a weight only while it is loaded

@@ -1,12 +1,12 @@
-"""What a checkpoint is: `ModelConfig`, of what transformers reads in its `config.json`.
+"""What a checkpoint is: `ModelConfig`, made from what transformers reads in `config.json`.
 
-Nine families are one decoder with different flags, and here is where the flags come from.
-transformers' config classes know the spellings and the defaults of files; the rest of the engine
-asks "is there a q-norm?", never "is it a Qwen3?".
+Nine families are one decoder with different flags, and this file makes the flags. transformers'
+config classes know the spellings and the defaults of files; the rest of the engine asks "is there a
+q-norm?", never "is it a Qwen3?".
 
     config.json            {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1000000, ...}
-      read by              transformers' Qwen3Config, of the entries that it knows
-      and FAMILIES[...]    what the family's files never say, because it is always so
+      read by              transformers' Qwen3Config, which takes the entries that it knows
+      and FAMILIES[...]    adds what the family's files never say, because it is always so
       becomes              ModelConfig(qk_norm=True, windows=(None, ...), rope=Rope(...), ...)
 
 RoPE (Su et al. 2021) turns pair i of a head of d dimensions by theta^(-2i/d) radians a position.
@@ -16,8 +16,8 @@ stretch the slow pairs; transformers computes them.
 
 Invariant: a feature that is not implemented is refused by name. To ignore it would give fluent but
 wrong text. Not known here: tensors, options of the engine. transformers is imported when a file is
-read: it takes seconds, which a tokenizer takes anyway. Road not taken: its `AutoConfig` chooses a
-class by `model_type`; here `architectures` decides, as for the network.
+read: the import takes seconds, but a tokenizer needs it anyway. Road not taken: `AutoConfig`
+chooses a class by `model_type`; here `architectures` decides, as for the network.
 """
 
 import json
@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "LlamaForCausalLM": ("llama", {}),
     "MistralForCausalLM": ("mistral", {}),
     "Qwen2ForCausalLM": ("qwen2", dict(qkv_bias=True)),
-    "MiMoForCausalLM": ("qwen2", dict(qkv_bias=True)),  # with layers for drafts; it has no class
+    "MiMoForCausalLM": ("qwen2", dict(qkv_bias=True)),  # transformers has no class for it
     "Qwen3ForCausalLM": ("qwen3", dict(qk_norm=True)),
     "MixtralForCausalLM": ("mixtral", {}),
     "Qwen3MoeForCausalLM": ("qwen3_moe", dict(qk_norm=True)),
@@ -51,7 +51,8 @@ UNDECLARED = ("head_dim", "tie_word_embeddings", "sliding_window_pattern", "rope
 # Entries that would change the network in a way that nothing here computes, with the usual value.
 NOT_COMPUTED = {"use_bidirectional_attention": False, "is_causal": True, "per_layer_config": None,
                 "partial_rotary_factor": 1, "quantization_config": None, "quantization": None}
-# An override in one spelling does not replace the file's entry in another.
+# Entries that have two spellings. An override in one of them would not replace the file's entry in
+# the other, so it is refused.
 SPELLINGS = {"torch_dtype": "dtype", "rope_parameters": "rope_scaling",
              **dict.fromkeys(("rope_theta", "rope_scaling", "rope_local_base_freq"),
                              "rope_parameters")}
@@ -88,7 +89,7 @@ class ModelConfig:
     rope_local: Rope | None = None  # RoPE of the layers with a window, where it differs
     tie_word_embeddings: bool  # the LM head is the embedding matrix
     qkv_bias: bool = False  # biases on the q, k and v projections ...
-    o_bias: bool = False  # ... and on the output projection: Qwen2 has only the first
+    o_bias: bool = False  # ... and on the output projection: Qwen2 has none there
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k before RoPE (Qwen3, Gemma 3)
     dtype: str  # the checkpoint's own
@@ -145,8 +146,7 @@ class ModelConfig:
     @classmethod
     def of_family(cls, architecture: str, kind: str, flags: dict, config: dict,
                   generation: dict) -> Self:
-        """Read entries by transformers' class of the model_type `kind`. flags: what they don't say.
-        """
+        """Read entries with transformers' class for model_type `kind`. flags: from `FAMILIES`."""
         for name, usual in NOT_COMPUTED.items():
             if config.get(name) not in (None, usual):
                 raise ValueError(f"config.json: {name}={config[name]!r:.80} is not supported: "
@@ -164,7 +164,7 @@ class ModelConfig:
 
 
 def check_sizes(config: ModelConfig) -> None:
-    """Raises `ValueError` for sizes that are none, or do not fit together."""
+    """Raises `ValueError` for sizes that are not positive, or do not fit together."""
     names = [*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"]
     if any(config.moe_layers):
         names += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
@@ -190,10 +190,10 @@ def check_sizes(config: ModelConfig) -> None:
 
 
 def read_by_transformers(kind: str, config: dict) -> dict:
-    """Fields of `ModelConfig`, of what transformers' class of this model_type makes of the file.
+    """Fields of `ModelConfig`, from what transformers' class for this model_type reads in the file.
 
-    Entries that mean something to another family alone mean nothing, as in transformers: only what
-    the class knows is read. Raises `ValueError`."""
+    As in transformers, entries that only another family's class knows are ignored. Raises
+    `ValueError`."""
     from transformers import CONFIG_MAPPING
 
     made_by: Any = CONFIG_MAPPING[kind]
@@ -218,14 +218,17 @@ def known_entries(made_by: Any) -> set[str]:
 
     known = {f.name for f in fields(made_by) if not f.name.endswith("_token_id")}
     known -= {f.name for f in fields(PreTrainedConfig)}  # dtype, labels: nothing of the network
-    return known | {*UNDECLARED, *(name for pair in made_by.attribute_map.items() for name in pair)}
+    other_names = made_by.attribute_map  # to the class's own name
+    return known | {*UNDECLARED, *other_names, *other_names.values()}
 
 
 def read_ropes(hf: Any) -> dict[str, Rope]:
-    """Gemma 3 has a recipe for each kind of layers; a kind without layers has none that is
-    complete, and does not need one."""
+    """One recipe for all layers, but in Gemma 3 one for each kind of layers. The recipe of a kind
+    without layers may be incomplete: the other kind's is read in its place."""
     by_kind = hf.model_type == "gemma3_text"
-    if {*KINDS} & {*hf.rope_parameters} != ({*hf.rope_parameters} if by_kind else set()):
+    names = {*hf.rope_parameters}
+    kinds = names & {*KINDS}
+    if kinds != (names if by_kind else set()):
         form = f"one recipe each for {' and '.join(KINDS)}" if by_kind else "one recipe"
         raise ValueError(f"rope_parameters={hf.rope_parameters!r:.200} must be {form}")
     if not by_kind:
@@ -237,8 +240,8 @@ def read_ropes(hf: Any) -> dict[str, Rope]:
 
 def make_rope(hf: Any, kind: str | None = None) -> Rope:
     """The numbers are transformers', bit for bit. hf: its config, with a `head_dim`; kind: of
-    layers, where their recipes differ. Raises `ValueError` for a recipe that is not known;
-    "dynamic" is known: with it a token's KV would depend on the other requests of the batch."""
+    layers, where their recipes differ. Raises `ValueError` for a recipe that is not in `RECIPES`.
+    "dynamic" is left out: with it a token's KV would depend on the other requests of the batch."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -256,7 +259,7 @@ def make_rope(hf: Any, kind: str | None = None) -> Rope:
 
 
 def read_network(hf: Any) -> dict:
-    """The sizes, and what a family's flags may say otherwise."""
+    """The sizes, and flags that `FAMILIES` may override."""
     sizes = {name: getattr(hf, name) for name in (
         *NEEDED, "head_dim", "max_position_embeddings", "rms_norm_eps")}
     bias = getattr(hf, "attention_bias", False)
@@ -271,8 +274,8 @@ def read_network(hf: Any) -> dict:
 
 
 def read_experts(hf: Any) -> dict:
-    """Every `decoder_sparse_step`-th layer has experts, but for those that are named as dense;
-    where a class knows neither, as Mixtral's, all layers have them, as wide as an MLP."""
+    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`. If a
+    class knows neither entry, as Mixtral's, all layers have experts, each as wide as an MLP."""
     num_layers = hf.num_hidden_layers
     if not hasattr(hf, "num_experts"):
         return dict(moe_layers=(False,) * num_layers)
@@ -304,7 +307,7 @@ def read_activation(hf: Any) -> str:
     return ACTIVATIONS[activation]
 
 
-# ------------------------------------------------------------------ by itself
+# -------------------------------------------------------- without transformers
 
 
 def read_json(path: Path, required: bool = False) -> dict:
@@ -335,11 +338,14 @@ def read_generation(folder: Path, overrides: dict) -> dict:
 
 
 def read_eos(config: dict, generation: dict) -> tuple[int, ...]:
-    """All that the two files name, and no class's default. A chat model's turn often ends with a
-    token that only one of them has, and would run on without it."""
+    """All EOS tokens that the two files name, and no class's default. A chat model's turn often
+    ends with a token that only one of the files names, and would run on without it."""
     found: list[int] = []
     for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
-        found += [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, (list, tuple)):
+            found += value
+        elif value is not None:
+            found.append(value)
     if any(type(one) is not int or one < 0 for one in found):
         raise ValueError(f"eos_token_id={found!r:.80} must be token ids: see config.json and "
                          "generation_config.json")
