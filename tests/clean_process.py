@@ -4,8 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGE, EXTRAS = ROOT / "nanoserve", ROOT / "nanoserve_extras"
+# The engine's tests run with the extras deleted, but for those that look at both.
+needs_extras = pytest.mark.skipif(not EXTRAS.exists(), reason="nanoserve_extras was deleted")
 
 
 def files_of(package: Path) -> list[str]:

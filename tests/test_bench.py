@@ -33,7 +33,7 @@ def test_it_prints_vllms_line_and_the_share_of_the_roofline(toy, monkeypatch, ca
 @pytest.mark.parametrize("args, says", [
     (["--num-prompts", "0"], "--num-prompts and --input-len must be at least 1"),
     (["--output-len", "0"], "max_tokens"), (["--input-len", "3000"], "3000"),
-    (["--set", "block_size"], "write OPTION=VALUE"), (["--set", "max_seq_num=3"], "no max_seq_num"),
+    (["--set", "block_size"], "write OPTION=VALUE"), (["--set", "max_seq_num=3"], "max_seq_num"),
     (["--set", "device=gpu"], "device must be auto")])
 def test_wrong_options_are_explained(args, says, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import EOS, Reference, assert_same_text, byte_tokenizer
+from clean_process import needs_extras
 from engine_workloads import depends_on_all_before
 from helpers import watch_steps
 from plain_sampling import plain_edits
@@ -246,9 +247,10 @@ def test_bad_words_need_a_tokenizer(qwen3):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2),
-    dict(async_scheduling=True),
-    dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))], ids=str)
+    dict(), dict(tensor_parallel_size=2), dict(async_scheduling=True),
+    pytest.param(dict(pipeline_parallel_size=2), marks=needs_extras),
+    pytest.param(dict(speculative_config=dict(method="ngram", num_speculative_tokens=3)),
+                 marks=needs_extras)], ids=str)
 def test_an_error_in_a_requests_own_function_ends_this_request_alone(ranks_in_threads, qwen3,
                                                                      capsys, options):
     """It keeps the tokens that it had, and says why it ended. Another one's text is what it was,

@@ -2,7 +2,7 @@
 
 import shutil
 
-from clean_process import EXTRAS, FILES, PACKAGE, modules, run
+from clean_process import EXTRAS, FILES, PACKAGE, modules, needs_extras, run
 
 # As if it had been deleted: an editable installation finds the clone's.
 HIDE = "import sys; sys.modules['nanoserve_extras'] = None"
@@ -57,6 +57,7 @@ LORA = {"__init__.py": ['"LoRARequest": "lora.lora", ', '"lora.lora.LoRA": args.
         "engine_args.py": ["LoRAOptions, "]}
 
 
+@needs_extras
 def test_the_rest_runs_without_one_idea(tmp_path, qwen3):
     """A reader may delete a folder with its rows in the tables."""
     for package in (PACKAGE, EXTRAS):

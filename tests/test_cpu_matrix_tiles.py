@@ -39,7 +39,7 @@ INSTRUCTIONS = f"{TILES} -mamx-tile -mamx-bf16"
 BFLOAT16 = ("(cpu or CpuWeight) and bfloat16 and not (argmax or norms or many or mixed or long) "
             "or same_bits")
 SMALL = [*map(str, filter(Path.exists, [QUANTISED]))]  # none where the extras are deleted
-SAME_BITS = [str(HERE.parent / "test_llm_same_bits.py")]
+SAME_BITS = [str(HERE / "extras" / "test_llm_same_bits.py")]
 full_elsewhere = (lambda test: test) if HAS_AMX else pytest.mark.full
 TRAPS = ["-p", "tile_traps", "-p", "no:faulthandler"]  # which would end at a trap
 

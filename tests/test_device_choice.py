@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from clean_process import needs_extras
 from config_files import SIZES
 from dummy_engines import start
 from helpers import write_json
@@ -17,8 +18,6 @@ from nanoserve.config import EngineConfig
 from nanoserve.device import fit_dtype, pick_device
 from nanoserve.model_config import ModelConfig
 from nanoserve.self_test import fit_kernels
-from nanoserve_extras import choose
-from nanoserve_extras.engine_args import EngineArgs
 
 
 @pytest.fixture
@@ -104,10 +103,14 @@ def test_a_network_that_overflows_in_float16_gets_another_dtype(dummy, fit, monk
     ("Gemma3nForConditionalGeneration", "gemma3n", "gemma3n_text", False),
     ("Gemma3TextModel", "gemma3_text", None, True),  # EmbeddingGemma
     ("Gemma2ForSequenceClassification", "gemma2", None, True)])
+@needs_extras
 def test_the_text_network_tells_whether_float16_is_too_small(tmp_path, architecture, outer, inner,
                                                              overflows):
     """A wrapping's name does not. Gemma 3n was refused for the beginning of its name, and PaliGemma
     2 wrote NaN."""
+    from nanoserve_extras import choose
+    from nanoserve_extras.engine_args import EngineArgs
+
     sizes = dict(SIZES, head_dim=16)
     write_json(tmp_path / "config.json", architectures=[architecture], model_type=outer, **(
         sizes if inner is None else dict(text_config=dict(sizes, model_type=inner))))

@@ -9,14 +9,17 @@ import re
 
 import pytest
 import torch
+from clean_process import EXTRAS
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 
 MODES = {
     "plain operators": dict(kernels="torch"), "overlap": dict(async_scheduling=True),
     "in chunks of 3": dict(max_num_batched_tokens=3), "KV in 8 bits": dict(kv_cache_dtype="int8"),
-    "two ranks": dict(tensor_parallel_size=2), "two stages": dict(pipeline_parallel_size=2),
-    "drafts": dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))}
+    "two ranks": dict(tensor_parallel_size=2)}
+if EXTRAS.exists():
+    MODES |= {"two stages": dict(pipeline_parallel_size=2), "drafts": dict(
+        speculative_config=dict(method="ngram", num_speculative_tokens=3))}
 HEALTHY, SICK = [[20, 30, 20, 30, 20], [10, 11, 12, 13, 14, 15, 16]], 99
 PROMPTS = [[SICK, 1, 2, 3, 4], [1, 2, SICK, 3, 4], [1, 2, 3, 4, SICK], [SICK]]
 ASKED = [dict(), dict(temperature=1.0, seed=1), dict(temperature=1.0, top_p=0.5, n=2),

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import time
 
-from clean_process import PACKAGE
-from witness import read
+from clean_process import PACKAGE, needs_extras
 
 EXAMPLE = PACKAGE.parent / "example.py"
 
@@ -42,8 +41,11 @@ def test_ctrl_c_while_torch_is_loaded_ends_it_in_silence():
     assert example.returncode == 130 and out == "" and "Traceback" not in rest
 
 
+@needs_extras
 def test_the_traced_run_shows_its_four_requests(tmp_path, monkeypatch, capsys):
     """In this process, which has loaded what it needs."""
+    from witness import read
+
     path = tmp_path / "run.html"
     monkeypatch.setattr(sys, "argv", ["example.py", "--trace", str(path)])
     monkeypatch.setenv("NANOSERVE_CHECK", "")  # as a newcomer runs it

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import assert_same_text
+from clean_process import needs_extras
 from helpers import poisoned, watch_steps
 from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 from recorded_graphs import RecordedGraph
@@ -16,7 +17,6 @@ from safetensors.torch import load_file
 from nanoserve import LLM, SamplingParams
 from nanoserve.graphs import DecodeGraphs, Size, all_sizes, graph_sizes
 from nanoserve.sequence import Step
-from nanoserve_extras.drafts.speculative import Speculation
 
 pytest.importorskip("nanoserve.triton_attention")
 
@@ -247,6 +247,7 @@ def test_forced_tokens_among_recorded_steps(checkpoints, references, recorded):
     assert {size.drafts for size in recorded} == {False, True}
 
 
+@needs_extras
 def test_drafts_among_recorded_steps(checkpoints, recorded):
     """Steps with drafts of some rows, or of all, are replayed as those between, and so are the
     decodes of a draft model. Drawn and filtered tokens go through the kernel that draws, several
@@ -259,6 +260,8 @@ def test_drafts_among_recorded_steps(checkpoints, recorded):
     def texts(engine) -> list[list[int]]:
         outputs = engine.generate(prompts, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
+
+    from nanoserve_extras.drafts.speculative import Speculation
 
     options = dict(depth=0, max_num_seqs=2)
     expected = texts(start(checkpoints["tiny"], **options, enforce_eager=True))

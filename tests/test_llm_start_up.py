@@ -5,6 +5,7 @@ Every start-up error must name the field, its value and the remedy, and the reme
 
 import pytest
 import torch
+from clean_process import needs_extras
 from dummy_engines import assert_serves, start
 from helpers import write_json
 
@@ -25,6 +26,7 @@ def test_an_explicit_max_model_len_above_the_cache_is_refused(dummy):
     assert_serves(start(dummy, max_model_len=64, num_gpu_blocks_override=4))
 
 
+@needs_extras
 def test_one_token_is_no_room_for_an_answer(dummy):
     """Such an engine would start, and refuse every prompt."""
     with pytest.raises(ValueError, match="max_model_len=1 "):
@@ -79,6 +81,7 @@ def test_the_start_up_line_says_on_what_and_how(qwen3, capsys):
         assert words in line
 
 
+@needs_extras  # which say more
 @pytest.mark.parametrize("architecture, reason", [
     ("MambaForCausalLM", "its layers keep a recurrent state"),
     ("Qwen2MoeForCausalLM", "has no model of that name that writes text for 'mamba'")])
@@ -88,6 +91,7 @@ def test_an_unsupported_architecture_is_named_with_the_reason(dummy, architectur
         start(dummy)
 
 
+@needs_extras
 @pytest.mark.parametrize("architectures", [[], None])
 def test_a_config_without_an_architecture_is_told_the_supported_ones(dummy, architectures):
     write_json(dummy / "config.json", architectures=architectures, model_type="mamba")
@@ -103,6 +107,7 @@ def test_a_checkpoint_in_an_unsupported_dtype_can_be_run_in_another(dummy):
     assert_serves(start(dummy, dtype=torch.float32))  # torch's own spelling is welcome, too
 
 
+@needs_extras
 @pytest.mark.parametrize("model", [None, 5, "", "  "])
 def test_a_model_that_is_no_name_is_explained(model):
     with pytest.raises(ValueError, match="model.*hub id"):

@@ -6,6 +6,7 @@ tests/docs/test_figures.py, its links and pictures in test_pages.py there.
 
 import re
 
+from clean_process import needs_extras
 from pages import ROOT, block_after, read, run
 
 README = read("README.md")
@@ -27,6 +28,7 @@ def test_the_example_prints_what_is_shown():
     assert run("-c", code).strip() == shown.strip()
 
 
+@needs_extras
 def test_the_step_trace_is_real():
     shown = block_after(read("docs/start.md"), "<!-- printed by: python -m nanoserve trace -->")
     assert run("-m", "nanoserve", "trace") == shown

@@ -7,6 +7,7 @@ is full of NaN until it is written. Models are tiny, since a launch takes millis
 
 import pytest
 from checkpoints import TINY_CHECKPOINTS, assert_same_text
+from clean_process import needs_extras
 from helpers import poisoned, watch_steps
 from kernel_modes import MODES, few
 from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
@@ -50,6 +51,7 @@ def test_families_through_kernels(checkpoints, references, prompts, name):
         assert_same_text(output.outputs[0].token_ids, expected, gaps, name)
 
 
+@needs_extras
 def test_no_layer_goes_around_the_kernels(checkpoints, monkeypatch, capsys):
     """Speed lost silently: 132 tok/s instead of 9,500 (nano-vllm #245). With kernels, nothing of
     their plain twins runs, and the line at the start says which of the two it is."""

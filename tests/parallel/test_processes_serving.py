@@ -28,7 +28,7 @@ def test_the_text_is_that_of_one_rank(llm, one_rank, prompts, references):
     for prompt, output in zip(prompts, run(llm, prompts), strict=True):
         assert_same_text(output.outputs[0].token_ids, *references("qwen3", prompt, MAX_TOKENS),
                          f"{len(prompt)} tokens")
-    stop = one_rank.get_tokenizer().decode(references("qwen3", PROMPT, MAX_TOKENS)[0][3:5])
+    stop = one_rank.tokenizer.decode(references("qwen3", PROMPT, MAX_TOKENS)[0][3:5])
     for params in (SamplingParams(seed=5, max_tokens=20), GREEDY,
                    SamplingParams(seed=6, n=2, top_p=0.9, max_tokens=20),
                    SamplingParams(temperature=0, stop=stop, max_tokens=20)):
