@@ -368,8 +368,11 @@ def _sampled_tokens(step: Step, last_token_of: dict[Sequence, int]) -> list[int]
     samples = step.samples()
     if samples is step.sampling:
         return [last_token_of[seq] for seq in samples]
-    return [last_token_of[seq] - i for seq in step.sampling
-            for i in range(len(step.drafts.get(seq, ())), -1, -1)]
+    indices: list[int] = []
+    for seq in step.sampling:
+        last = last_token_of[seq]
+        indices += range(last - len(step.drafts.get(seq, ())), last + 1)
+    return indices
 
 
 def _prompt_logprob_tokens(step: Step, last_token_of: dict[Sequence, int]) -> list[int]:

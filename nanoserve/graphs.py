@@ -193,9 +193,11 @@ class Recorder:
         return graphs
 
     def sizes(self) -> list[Size]:
-        every = all_sizes(len(self.builder.tables), self.num_networks, self.num_drafts,
-                          self.builder.most_samples)
-        return [one for size in every for one in with_sections(size, self.builder.extra)]
+        sizes: list[Size] = []
+        for size in all_sizes(len(self.builder.tables), self.num_networks, self.num_drafts,
+                              self.builder.most_samples):
+            sizes += with_sections(size, self.builder.extra)
+        return sizes
 
     def try_out(self, graphs: DecodeGraphs) -> None:
         """Raise `RuntimeError` if a replay is wrong. A `Decoder` needs no such check."""

@@ -150,7 +150,9 @@ class SamplerOutput:
             self.ready.synchronize()
         logprobs = {} if self.logprobs is None else dict(
             zip(self.logprob_rows, self.logprobs.tolist(), strict=True))
-        prompt_logprobs = [entries for part in self.prompt_logprobs for entries in part.tolist()]
+        prompt_logprobs: list[list] = []
+        for part in self.prompt_logprobs:
+            prompt_logprobs += part.tolist()
         return self.token_ids.tolist(), logprobs, prompt_logprobs
 
 
