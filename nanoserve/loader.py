@@ -166,7 +166,8 @@ def load_weights(model: nn.Module, tensors: Tensors, source: Path) -> None:
     places, tied_head = Places(model), None
     for file, name, tensor in apart(tensors):
         known = translated(name)
-        if known.startswith(model.unused) or known.endswith(ROPE_TABLE) and tensor.dim() == 1:
+        is_rope_table = known.endswith(ROPE_TABLE) and tensor.dim() == 1
+        if is_rope_table or known.startswith(model.unused):
             continue
         if known == "lm_head.weight" and model.config.tie_word_embeddings:
             tied_head = file, tensor  # compared last: by then the embedding has come
