@@ -8,8 +8,8 @@ from nanoserve.__main__ import command
 
 PROMPTS = {  # each with the seed of a story that is pleasant to read
     "Once upon a time": 9,
-    "\"What shall we do now?\" said Alice.": 3,
-    "A fox and a crow met by the river, and": 15,
+    "\"What shall we do now?\" said Alice.": 4,
+    "A fox and a crow met by the river, and": 5,
     "There was once a king who had three daughters, and": 2,
 }
 
