@@ -158,6 +158,7 @@ def test_samples_and_controls_equal_eager(checkpoints, recorded):
     assert recorded
 
 
+@needs_extras
 def test_new_weights_and_a_new_cache_are_recorded_anew(checkpoints, recorded):
     """Graphs hold addresses of both: replayed behind an update or a sleep they would read what is
     no longer there. Here weights have 4 bits in the layers and 8 in the head."""
@@ -186,6 +187,7 @@ def test_a_recording_keeps_no_logits(checkpoints, recorded):
         assert any(not hasattr(call[0], "overloadpacket") for call in layers.calls), "no kernels"
 
 
+@needs_extras
 def test_where_recording_fails_steps_run_one_by_one(checkpoints, recorded, monkeypatch, capsys):
     """At the start and behind `wake_up`, whose failure once ended the engine, with a traceback.
     What was recorded before the failure gives its memory back. As on a GPU, the recording that
@@ -236,6 +238,7 @@ def test_a_forgotten_engine_is_freed_at_once(checkpoints, recorded):
         gc.enable()
 
 
+@needs_extras
 def test_forced_tokens_among_recorded_steps(checkpoints, references, recorded):
     """A grammar forces tokens of one row, while the other only decodes."""
     params = [SamplingParams(temperature=0, max_tokens=9, structured_outputs=dict(regex="abcdef")),
