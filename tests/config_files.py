@@ -26,3 +26,15 @@ def small_llama(**fields) -> ModelConfig:
         tie_word_embeddings=False, dtype="float32", eos_token_ids=(), generation_defaults={},
         windows=(None,) * 2, moe_layers=(False,) * 2, activation="silu",
         attention_scale=0.25) | fields)
+
+
+class Vector:
+    """As a tensor: compared element by element, and not true or false as a whole."""
+
+    def __eq__(self, other):
+        return self
+
+    __ne__, __hash__ = __eq__, object.__hash__
+
+    def __bool__(self):
+        raise RuntimeError("ambiguous")

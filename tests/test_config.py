@@ -7,7 +7,7 @@ import dataclasses
 import re
 
 import pytest
-from config_files import small_llama
+from config_files import Vector, small_llama
 
 from nanoserve.config import EngineConfig
 from nanoserve.model_config import Rope
@@ -50,18 +50,6 @@ def test_bad_options_are_refused_with_field_value_and_remedy(options, words):
 def test_sizes_are_whole_numbers_of_at_least_one(name, value):
     with pytest.raises(ValueError, match=f"{name} .* 1, got {re.escape(repr(value))}"):
         EngineConfig(model="none", **{name: value})
-
-
-class Vector:
-    """As a tensor: compared element by element, and not true or false as a whole."""
-
-    def __eq__(self, other):
-        return self
-
-    __ne__, __hash__ = __eq__, object.__hash__
-
-    def __bool__(self):
-        raise RuntimeError("ambiguous")
 
 
 def test_a_value_that_can_not_be_compared_is_refused():

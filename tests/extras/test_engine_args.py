@@ -5,6 +5,7 @@ import re
 
 import pytest
 from clean_process import EXTRAS, PACKAGE
+from config_files import Vector
 
 from nanoserve.config import SamplingParams
 from nanoserve_extras.engine_args import EngineArgs
@@ -26,15 +27,6 @@ def test_bad_options_are_refused_with_field_value_and_remedy(options, words):
 
 def test_a_value_that_only_an_extra_knows_is_left_to_it():
     """Also one, a tensor say, that is neither equal to its default nor different."""
-    class Vector:
-        def __eq__(self, other):
-            return self
-
-        __ne__, __hash__ = __eq__, object.__hash__
-
-        def __bool__(self):
-            raise RuntimeError("ambiguous")
-
     pooler_config = Vector()
     assert EngineArgs(model="none", pooler_config=pooler_config).pooler_config is pooler_config
 
