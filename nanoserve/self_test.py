@@ -7,11 +7,11 @@ A backend that is there may still be wrong. The tests compare the backends with 
 makers' machines. A user's GPU, driver or compiler is another, and an error there is mostly silent:
 fluent text from wrong numbers. So the first start compares, at the model's shapes and in its dtype:
 
-    numbers ──┬──► a function of the backend ─┐
-              └──► its namesake in `ops` ─────┴──► relative error below TOLERANCE, or it is replaced
+    numbers ──┬──► functions of the backend ───┐
+              └──► their namesakes in `ops` ───┴──► relative error below TOLERANCE, or replaced
 
-A function that raises or differs is replaced by that of `ops`, together with all that share a
-layout in memory with it, before anything is packed or allocated. A CUDA graph is replayed twice
+The table is `CHECKS`. Functions that share a layout in memory are checked together, and replaced
+together by those of `ops`, before anything is packed or allocated. A CUDA graph is replayed twice
 with other contents; if a replay gives wrong numbers, the engine runs without graphs. The outcome is
 kept in the cache folder, by device, library, versions, dtype and shapes: later starts read a file.
 
@@ -30,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -48,18 +48,26 @@ from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
 EPS = 1e-6
-ROWS = {f"a batch of {rows}": rows for rows in (1, 9, 64)}
+ROWS = (1, 9, 64)
+KV_HEADS = 2
 # (query_len, seq_len) of each row: one long row, whose keys are split; many rows; decodes beside
 # drafts or chunks.
-CROWDS = {"1 row": [(1, 700)], "9 rows": [(1, n) for n in range(1, 80, 9)],
-          "64 rows": [(1, 1 + n % 7) for n in range(64)],
-          "drafts": [(1, 30), (5, 700), (2, 33)], "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
+CROWDS = {
+    "1 row": [(1, 700)],
+    "9 rows": [(1, n) for n in range(1, 80, 9)],
+    "64 rows": [(1, 1 + n % 7) for n in range(64)],
+    "drafts": [(1, 30), (5, 700), (2, 33)],
+    "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
+
+Backend = ModuleType | SimpleNamespace
+Results = Iterator[tuple[str, torch.Tensor]]  # what was computed, and the numbers
+Pairs = Iterable[tuple[str, torch.Tensor, torch.Tensor]]  # the same, and the right numbers
 
 
 # ------------------------------------------------------------- the backend is there
 
 
-def load_backend(kernels: str, failing: tuple[str, ...] = ()) -> ModuleType | SimpleNamespace:
+def load_backend(kernels: str, failing: Iterable[str] = ()) -> Backend:
     """`ops`, or the backend that `kernels` names, with the functions of `ops` for those that fail.
     A backend is imported late, because it needs a compiler, or triton, which exists for Linux only.
     Raises `ImportError` where one of these is missing."""
@@ -68,7 +76,8 @@ def load_backend(kernels: str, failing: tuple[str, ...] = ()) -> ModuleType | Si
         from nanoserve import triton_attention as backend
     elif kernels == "cpu":
         from nanoserve import cpu as backend
-    return with_replaced(backend, failing)
+    replaced = {name: getattr(ops, name) for name in failing if name in ops.__all__}
+    return SimpleNamespace(**vars(backend) | replaced) if replaced else backend
 
 
 def fit_kernels(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConfig, list[str]]:
@@ -94,31 +103,26 @@ def what_is_missing(config: EngineConfig) -> tuple[str, str]:
         return str(error), "torch"
     if config.kernels != "triton":
         return "", ""
-    if not config.on_gpu:
-        return "" if backend.INTERPRETED else (
-            "there is no GPU (the environment variable TRITON_INTERPRET=1, set from the start, "
-            "runs them slowly in Python)"), "cpu"
+    if config.on_gpu:
+        return why_no_triton(backend, config.device), "torch"
+    return "" if backend.INTERPRETED else (
+        "there is no GPU (the environment variable TRITON_INTERPRET=1, set from the start, "
+        "runs them slowly in Python)"), "cpu"
+
+
+def why_no_triton(backend: Backend, device: str) -> str:
+    """Why Triton's kernels can't run on this GPU, "" if they can. One is launched: Triton builds
+    its launcher then, which takes more than an import."""
     if backend.INTERPRETED:
-        return ("TRITON_INTERPRET is set, with which kernels run in Python and not on the GPU "
-                "(unset it)"), "torch"
-    if torch.cuda.get_device_capability(config.device) < (7, 5):
-        name = torch.cuda.get_device_name(config.device)
-        return f"{name} is older than compute capability 7.5", "torch"
-    return first_kernel(backend, config.device), "torch"
-
-
-def first_kernel(backend: ModuleType, device: str) -> str:
-    """Launch and compare one tiny kernel: Triton builds its launcher at the first launch, which
-    takes more than an import. Returns why that fails, or ""."""
-    x, weight = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 2, 32)
+        return "TRITON_INTERPRET is set, with which kernels run in Python (unset it)"
+    if torch.cuda.get_device_capability(device) < (7, 5):
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 7.5"
     try:
         with torch.cuda.device(device):
-            got = backend.rms_norm(x.to(device), weight.to(device), EPS).cpu()
+            backend.rms_norm(torch.ones(2, 32, device=device), torch.ones(32, device=device), EPS)
     except Exception as error:  # a compiler's, Triton's or the driver's
         return (f"Triton can't launch a kernel ({type(error).__name__}: {error!s:.200}; it needs a "
                 "C compiler and Python's headers)")
-    if not torch.allclose(got, ops.rms_norm(x, weight, EPS), atol=1e-5):
-        return "Triton's first kernel gives wrong numbers here (another version may not)"
     return ""
 
 
@@ -146,13 +150,19 @@ class Shapes(NamedTuple):
     def of(cls, config: EngineConfig, model: ModelConfig) -> "Shapes":
         """config: resolved. A network of transformers' may have no activation: "silu" is tried.
         RoPE turns pairs, so an odd head is tried as the next even one."""
-        return cls(getattr(torch, config.dtype), model.hidden_size,
-                   model.head_dim + model.head_dim % 2,
-                   model.num_attention_heads // model.num_key_value_heads, config.block_size,
-                   model.activation or "silu", model.qk_norm, min(model.num_experts, 8),
-                   config.kv_cache_dtype == "int8",
-                   tuple(sorted(set(model.windows), key=str)), model.attention_softcap,
-                   torch.device(config.device))
+        return cls(
+            dtype=getattr(torch, config.dtype),
+            hidden_size=model.hidden_size,
+            head_dim=model.head_dim + model.head_dim % 2,
+            group=model.num_attention_heads // model.num_key_value_heads,
+            block_size=config.block_size,
+            activation=model.activation or "silu",
+            qk_norm=model.qk_norm,
+            num_experts=min(model.num_experts, 8),
+            is_int8=config.kv_cache_dtype == "int8",
+            windows=tuple(sorted(set(model.windows), key=str)),
+            softcap=model.attention_softcap,
+            device=torch.device(config.device))
 
     def numbers(self, *sizes: int) -> torch.Tensor:
         """Random numbers, the same for the same sizes."""
@@ -164,47 +174,48 @@ class Shapes(NamedTuple):
 def failing_functions(config: EngineConfig,
                       model: ModelConfig) -> tuple[tuple[str, ...], list[str]]:
     """The functions that `ops` has to take over in this engine, "graph" for CUDA graphs among them,
-    and a sentence if there are any. Raises `ValueError` if a kernel has broken the device."""
+    and sentences that say so. Raises `ValueError` if a kernel has broken the device."""
     interpreted = config.kernels == "triton" and not config.on_gpu
     if config.kernels == "torch" or interpreted:
         return (), []
-    backend, shapes = load_backend(config.kernels), Shapes.of(config, model)
-    found = wrong_functions(backend, shapes)
-    report = "Please report this, with what nanoserve doctor prints"
-    longest = config.max_model_len or model.max_position_embeddings
-    if not sees_as_backends(shapes.windows, longest):
-        found = found | {"paged_attention": "its attention does not see what `visible` says"}
-        report = "`visible` in nanoserve/sequence.py was changed: CONTRIBUTING.md says what is next"
-    if not found:
-        return (), []
-    names = replaced(found, backend)
-    instead = (f"{', '.join(names)} are those of kernels='torch' here, which is slower" if names
-               else "They are torch's own, and nothing can take their place")
-    return names, [f"kernels={config.kernels!r} on this machine: {'; '.join(found.values())}. "
-                   f"{instead}. {report}"]
+    shapes, names, lines = Shapes.of(config, model), set(), []
+    if found := wrong_functions(load_backend(config.kernels), shapes):
+        names = {name for together in found for name in together.split(", ")}
+        lines.append(f"kernels={config.kernels!r} on this machine: {'; '.join(found.values())}. "
+                     f"{', '.join(found)} are those of kernels='torch' here, which is slower. "
+                     "Please report this, with what nanoserve doctor prints")
+    if not sees_as_backends(shapes.windows, config.max_model_len or model.max_position_embeddings):
+        names.update(ATTENTION)
+        lines.append(f"attention with kernels={config.kernels!r} does not see what `visible` in "
+                     "nanoserve/sequence.py says: that of kernels='torch' takes its place, which "
+                     "is slower (CONTRIBUTING.md: what a query sees)")
+    if names & WAITS:
+        names.add("graph")
+    return tuple(sorted(names)), lines
 
 
-def wrong_functions(backend: ModuleType, shapes: Shapes) -> dict[str, str]:
-    """What is wrong with a function, by its name; tried once on a machine, and remembered. Raises
-    `ValueError` if a kernel has broken the device."""
+def wrong_functions(backend: Backend, shapes: Shapes) -> dict[str, str]:
+    """Sentences on what is wrong, by the names of the functions that are then replaced. Tried once
+    on a machine, and remembered where there is a folder for that."""
     key = digest(repr((shapes, machine_of(backend, shapes.device))).encode())
-    found = remembered(key)
-    if found is not None:
-        return found
-    with current(shapes.device):
-        with memory_for("a trial of the kernels: end other programs that use the memory"):
-            tried = trials(backend, shapes)
-        found = {name: error for name, (_, error) in tried.items() if error}
-        remember(key, found)
-        try:
-            torch.zeros(1, device=shapes.device).item()
-        except RuntimeError as error:
-            raise ValueError(f"a kernel has broken the state of the GPU ({found}): start "
-                             "again, which leaves it out, or with kernels='torch'") from error
+    kept = Path(cache_folder() or os.devnull, f"self-test-{key}.json")  # else nothing is kept
+    with suppress(OSError, ValueError):  # no such file, or a damaged one
+        return json.loads(kept.read_text())
+    with current(shapes.device), memory_for(
+            "a trial of the kernels: end other programs that use the memory"):
+        tried = trials(backend, shapes)
+    found = {", ".join(names): error for names, (_, error) in tried.items() if error}
+    with suppress(OSError):
+        kept.write_text(json.dumps(found))
+    try:
+        torch.zeros(1, device=shapes.device).item()
+    except RuntimeError as error:
+        raise ValueError(f"a kernel has broken the state of the GPU ({found}): start again, which "
+                         "leaves it out, or with kernels='torch'") from error
     return found
 
 
-def machine_of(backend: ModuleType, device: torch.device) -> tuple:
+def machine_of(backend: Backend, device: torch.device) -> tuple:
     """All that may make a function right on one machine and wrong on another."""
     if device.type == "cpu":  # the file's name has the CPU's features, the compiler, and a digest
         return torch.__version__, backend.COMPILED._name
@@ -212,22 +223,6 @@ def machine_of(backend: ModuleType, device: torch.device) -> tuple:
     return (torch.__version__, backend.triton.__version__, torch.cuda.get_device_name(device),
             torch.cuda.get_device_capability(device), torch.version.cuda,
             digest(b"".join(path.read_bytes() for path in sources)))
-
-
-def remembered(key: str) -> dict[str, str] | None:
-    """What was found wrong here; None where nothing can be read."""
-    with suppress(OSError, ValueError, TypeError):  # no such file, damaged, no folder
-        return json.loads(Path(cache_folder(), f"self-test-{key}.json").read_text())
-    return None
-
-
-def remember(key: str, found: dict[str, str]) -> None:
-    """A folder that can't be written to is no error: the next start tries again."""
-    with suppress(OSError, TypeError):
-        path = Path(cache_folder(), f"self-test-{key}.json")
-        new = path.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(found))
-        new.replace(path)
 
 
 def sees_as_backends(windows: tuple[int | None, ...], max_model_len: int) -> bool:
@@ -244,135 +239,116 @@ def sees_as_backends(windows: tuple[int | None, ...], max_model_len: int) -> boo
     return True
 
 
-def replaced(found: Iterable[str], backend: ModuleType) -> tuple[str, ...]:
-    """The functions to take from `ops`, if these checks have failed. The functions of a check go
-    together, and with them all that read the same memory. If a check's functions are those of `ops`
-    already, as a GPU's matrix products are, nothing can replace them."""
-    names = {"graph"} & set(found)
-    for name in {*found} & set(CHECKS):
-        uses = CHECKS[name].uses
-        if any(getattr(backend, one) is not getattr(ops, one) for one in uses):
-            names |= uses
-    for check in CHECKS.values():  # `prepack`, for example, makes what several functions read
-        if names & check.uses:
-            names |= check.uses
-    if names & WAITS:
-        names.add("graph")
-    return tuple(sorted(names))
-
-
-def with_replaced(backend: ModuleType, names: tuple[str, ...]) -> ModuleType | SimpleNamespace:
-    """The backend, with these functions taken from `ops`."""
-    return backend if not names else SimpleNamespace(**vars(backend) | {
-        name: getattr(ops, name) for name in names if name in ops.__all__})
-
-
 # ------------------------------------------------------------------- the comparison
 
 
-def trials(backend: ModuleType, shapes: Shapes,
-           graph_class: type = CudaGraph) -> dict[str, tuple[float, str]]:
-    """By function: its largest relative error, and a sentence if that is too large. Raises what
-    says that memory ran out, which is no fault of a function: nothing may be remembered then."""
-    tried = {name: results(check, backend, shapes) for name, check in CHECKS.items()}
-    if shapes.device.type == "cuda" or graph_class is not CudaGraph:
-        tried["graph"] = replays(backend, shapes, graph_class)
+def trials(backend: Backend, shapes: Shapes,
+           graph_class: type = CudaGraph) -> dict[tuple[str, ...], tuple[float, str]]:
+    """By functions that go together: see `compare`. What a backend takes from `ops` isn't tried."""
     tolerance = max(TOLERANCE[shapes.dtype], 6e-3 * shapes.is_int8)  # one step of an int8 more
     found = {}
-    for name, compared in tried.items():
-        try:
-            found[name] = compare(name, compared, tolerance)
-        except Exception as raised:  # a compiler's, Triton's or the driver's
-            if isinstance(raised, MemoryError) or "out of memory" in str(raised):
-                raise
-            found[name] = 0.0, f"{name} fails ({type(raised).__name__}: {str(raised):.150})"
+    for names, check in CHECKS.items():
+        if any(getattr(backend, name) is not getattr(ops, name) for name in names):
+            found[names] = compare(names, beside_ops(check, backend, shapes), tolerance)
+    if shapes.device.type == "cuda" or graph_class is not CudaGraph:
+        found["graph",] = compare(("graph",), replays(backend, shapes, graph_class), tolerance)
     return found
 
 
-def compare(name: str, compared: Iterable[tuple], tolerance: float) -> tuple[float, str]:
-    """The largest relative error of a function's results, and a sentence on the first that is too
-    large. compared: what was computed, the result, and what it should be."""
-    worst, error = 0.0, ""
-    for what, got, expected in compared:
-        expected = expected.double()
-        apart = float((got.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-        worst = max(worst, apart)
-        if not apart <= tolerance and not error:  # NaN is wrong, too
-            error = f"{name} is wrong ({what}: relative error {apart:.1e})"
-    return worst, error
+def compare(names: Iterable[str], pairs: Pairs, tolerance: float) -> tuple[float, str]:
+    """The largest relative error, and a sentence if one is too large, or if a function fails.
+    Raises what says that memory ran out, which is no fault of a function."""
+    worst = 0.0
+    try:
+        for what, got, expected in pairs:
+            expected = expected.double()
+            apart = float((got.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+            if not apart <= tolerance:  # NaN is wrong, too
+                return apart, f"{what} is wrong (relative error {apart:.1e})"
+            worst = max(worst, apart)
+    except Exception as raised:  # a compiler's, Triton's or the driver's
+        if isinstance(raised, MemoryError) or "out of memory" in str(raised):
+            raise
+        return worst, f"{' or '.join(names)} fails ({type(raised).__name__}: {str(raised):.150})"
+    return worst, ""
 
 
-class Check(NamedTuple):
-    """How a function is tried. call: (backend, shapes, size), gives its results for numbers of that
-    size. sizes: by name. uses: the functions that are called."""
-
-    call: Callable[..., Iterable[torch.Tensor]]
-    sizes: dict[str, Any]
-    uses: set[str]
+def beside_ops(check: Callable[[Backend, Shapes], Results], backend: Backend,
+               shapes: Shapes) -> Pairs:
+    expected = check(ops, shapes._replace(exact=True))
+    for (what, got), (_, right) in zip(check(backend, shapes), expected, strict=True):
+        yield what, got, right
 
 
-def results(check: Check, backend: ModuleType, shapes: Shapes) -> Iterator[tuple]:
-    for what, size in check.sizes.items():
-        got = check.call(backend, shapes, size)
-        expected = check.call(ops, shapes._replace(exact=True), size)
-        yield from ((what, *pair) for pair in zip(got, expected, strict=True))
-
-
-def replays(backend: ModuleType, shapes: Shapes, graph_class: type) -> Iterator[tuple]:
-    """Record a step once, replay it twice, each time with other contents at the same addresses."""
-    crowd = Crowd(shapes, [(1, 30)] * 4)
+def replays(backend: Backend, shapes: Shapes, graph_class: type) -> Pairs:
+    """A step is recorded once and replayed twice, each time with other contents in place."""
+    crowd = Crowd(backend, shapes, [(1, 30)] * 4)
     weight = backend.prepack(shapes.numbers(136, 2 * shapes.group * shapes.head_dim))
-    caches = crowd.caches(backend)
 
     def step() -> torch.Tensor:
-        return backend.linear(crowd.attend(backend, caches).flatten(1), weight)
+        return backend.linear(crowd.attend().flatten(1), weight)
 
     step()  # once without recording: kernels are compiled
     recording = graph_class()
     recording.capture(step)
     for factor in (2, -1):
         crowd.qkv.mul_(factor).add_(1)
-        yield f"contents {factor}", recording.replay().clone(), step()
+        yield f"a graph's replay with contents {factor}", recording.replay().clone(), step()
 
 
-# ---------------------------------------------------------------------- the calls
+def norms(backend: Backend, shapes: Shapes) -> Results:
+    weight = shapes.numbers(shapes.hidden_size).float()
+    for rows in ROWS:
+        x = shapes.numbers(rows, shapes.hidden_size)
+        yield f"rms_norm of a batch of {rows}", backend.rms_norm(x, weight, EPS)
+        for out in backend.add_rms_norm(x, 2 * x, weight, EPS):
+            yield f"add_rms_norm of a batch of {rows}", out
 
 
-def norms(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
-    x, weight = shapes.numbers(rows, shapes.hidden_size), shapes.numbers(shapes.hidden_size).float()
-    return [backend.rms_norm(x, weight, EPS), *backend.add_rms_norm(x, 2 * x, weight, EPS)]
+def activations(backend: Backend, shapes: Shapes) -> Results:
+    for rows in ROWS:
+        gate_up = shapes.numbers(rows, 2 * 136)
+        yield f"act_and_mul of a batch of {rows}", backend.act_and_mul(gate_up, shapes.activation)
 
 
-def gates(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
-    return [backend.act_and_mul(shapes.numbers(rows, 2 * 136), shapes.activation)]
+def products(backend: Backend, shapes: Shapes) -> Results:
+    bias, packed = shapes.numbers(136), backend.prepack(shapes.numbers(136, shapes.hidden_size))
+    for rows in ROWS:
+        x = shapes.numbers(rows, shapes.hidden_size)
+        ids = torch.arange(rows, device=shapes.device).flip(0)
+        yield f"linear of a batch of {rows}", backend.linear(x, packed, bias)
+        yield f"linear of a batch of {rows}", backend.linear(x, packed, None, torch.float32)
+        yield f"embed of a batch of {rows}", backend.embed(ids, packed)
+        if shapes.num_experts:
+            yield f"experts of a batch of {rows}", mixture(backend, shapes, x)
 
 
-def products(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
-    x, bias = shapes.numbers(rows, shapes.hidden_size), shapes.numbers(136)
-    packed = backend.prepack(shapes.numbers(136, shapes.hidden_size))
-    return [backend.linear(x, packed, bias), backend.linear(x, packed, None, torch.float32)]
-
-
-def rows_of_a_matrix(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
-    ids = torch.arange(rows, device=shapes.device).flip(0)
-    return [backend.embed(ids, backend.prepack(shapes.numbers(136, shapes.hidden_size)))]
-
-
-def mixtures(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
+def mixture(backend: Backend, shapes: Shapes, x: torch.Tensor) -> torch.Tensor:
     count, size = shapes.num_experts, shapes.hidden_size
-    if not count:
-        return []
     gate_up = shapes.numbers(count, 2 * 72, size) * size ** -0.5
     down = shapes.numbers(count, size, 72) / 8
-    weights, ids = shapes.numbers(rows, count).float().softmax(-1).topk(min(count, 2))
-    return [backend.experts(shapes.numbers(rows, size), weights, ids, backend.prepack(gate_up),
-                            backend.prepack(down), 0, shapes.activation)]
+    weights, ids = shapes.numbers(len(x), count).float().softmax(-1).topk(min(count, 2))
+    return backend.experts(x, weights, ids, backend.prepack(gate_up), backend.prepack(down), 0,
+                           shapes.activation)
 
 
-def attention(backend, shapes: Shapes, rows: list[tuple[int, int]]) -> list[torch.Tensor]:
-    crowd = Crowd(shapes._replace(exact=False), rows)  # its scores are as exact as its keys
-    caches = crowd.caches(backend)
-    return [crowd.attend(backend, caches, window) for window in shapes.windows]
+def attention(backend: Backend, shapes: Shapes) -> Results:
+    for what, rows in CROWDS.items():
+        crowd = Crowd(backend, shapes._replace(exact=False), rows)  # as exact as its keys
+        for window in shapes.windows:
+            yield f"paged_attention of {what}", crowd.attend(window)
+
+
+def choices(backend: Backend, shapes: Shapes) -> Results:
+    for rows in ROWS:
+        yield f"argmax of a batch of {rows}", backend.argmax(permutations(shapes, rows))
+    logits = permutations(shapes, 200)
+    temperature, top_p, min_p = (
+        torch.full((200,), value, device=shapes.device) for value in (0.5, 0.9, 1e-3))
+    top_k = torch.arange(200, device=shapes.device).int() % 40
+    for one in backend.thresholds(logits, temperature, top_k, top_p, min_p):
+        yield "thresholds", one
+    yield "sample_tokens", shares(backend, shapes, 1000)
 
 
 def permutations(shapes: Shapes, rows: int) -> torch.Tensor:
@@ -382,18 +358,7 @@ def permutations(shapes: Shapes, rows: int) -> torch.Tensor:
     return logits.to(shapes.device, shapes.dtype)
 
 
-def likeliest(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
-    return [backend.argmax(permutations(shapes, rows))]
-
-
-def filters(backend, shapes: Shapes, rows: int) -> Iterable[torch.Tensor]:
-    params = torch.tensor([[0.5], [0.9], [1e-3]], device=shapes.device).repeat(1, rows)
-    temperature, top_p, min_p = params
-    top_k = torch.arange(rows, device=shapes.device).int() % 40
-    return backend.thresholds(permutations(shapes, rows), temperature, top_k, top_p, min_p)
-
-
-def draws(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
+def shares(backend: Backend, shapes: Shapes, rows: int) -> torch.Tensor:
     """How often each of four tokens is drawn. A backend draws in its own way: less than 0.1, some
     six standard deviations of a share, counts as no difference."""
     logits = torch.tensor([1.0, 2.0, 3.0, 4.0], device=shapes.device)
@@ -402,64 +367,60 @@ def draws(backend, shapes: Shapes, rows: int) -> list[torch.Tensor]:
     drawn = backend.sample_tokens(logits.to(shapes.dtype).repeat(rows, 1), temperature,
                                   positions * 7919, positions)
     share, exact = torch.bincount(drawn, minlength=4) / rows, (logits / 2).softmax(-1)
-    return [share if (share - exact).abs().max() > 0.1 else exact]
+    return share if (share - exact).abs().max() > 0.1 else exact
+
+
+ATTENTION = ("new_cache", "norm_rope_store", "paged_attention")
+CHOICES = ("argmax", "thresholds", "sample_tokens")
+CHECKS: dict[tuple[str, ...], Callable[[Backend, Shapes], Results]] = {
+    ("rms_norm", "add_rms_norm"): norms,
+    ("act_and_mul",): activations,
+    ("prepack", "linear", "embed", "experts"): products,
+    ATTENTION: attention,
+    CHOICES: choices}
 
 
 class Crowd:
-    """Rows of an ordinary step on two KV heads, whose earlier tokens are in the cache."""
+    """Rows of an ordinary step, whose earlier tokens are in the cache."""
 
-    def __init__(self, shapes: Shapes, rows: list[tuple[int, int]]):
-        self.shapes, self.num_blocks = shapes, 0
-        self.before = self.build([(seq_len, seq_len) for _, seq_len in rows])  # fills the cache
-        self.batch = self.build(rows)
-        heads = 2 * (shapes.group + 2)  # of q, k and v
-        self.past = shapes.numbers(self.before.num_tokens, heads, shapes.head_dim)  # its qkv
-        self.qkv = shapes.numbers(self.batch.num_tokens, heads, shapes.head_dim)
+    def __init__(self, backend: Backend, shapes: Shapes, rows: list[tuple[int, int]]):
+        self.backend, self.shapes = backend, shapes
         self.weight = shapes.numbers(shapes.head_dim).float() if shapes.qk_norm else None
+        whole = batch_of([(seq_len, seq_len) for _, seq_len in rows], shapes)
+        dtype = torch.int8 if shapes.is_int8 else shapes.dtype
+        self.caches = backend.new_cache(int(whole.block_tables.max()) + 1, shapes.block_size,
+                                        KV_HEADS, shapes.head_dim, dtype, shapes.device)
+        self.store(self.qkv_of(whole), whole)  # also the tokens that `attend` writes again
+        self.batch = batch_of(rows, shapes)
+        self.qkv = self.qkv_of(self.batch)
 
-    def build(self, rows: list[tuple[int, int]]) -> Batch:
-        """A batch of these rows. A row's blocks lie backwards in memory."""
-        step, end, block_size = Step(0), 0, self.shapes.block_size
-        for row, (query_len, seq_len) in enumerate(rows):
-            start, end = end, end + -(-seq_len // block_size)
-            seq = Sequence(CoreRequest(str(row), SamplingParams()), [0] * seq_len, row=row,
-                           block_table=[*range(start, end)][::-1])
-            step.num_new_tokens[seq] = query_len
-            step.starts.append(seq_len - query_len)
-        self.num_blocks = end
-        lengths = [seq_len for _, seq_len in rows]
-        return BatchBuilder(len(rows), sum(lengths), max(lengths), block_size,
-                            self.shapes.device).build(step)
+    def qkv_of(self, batch: Batch) -> torch.Tensor:
+        heads = KV_HEADS * (self.shapes.group + 2)  # of q, k and v
+        return self.shapes.numbers(batch.num_tokens, heads, self.shapes.head_dim)
 
-    def caches(self, backend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Caches with the keys and values of all tokens, also those that `attend` writes again."""
-        dtype = torch.int8 if self.shapes.is_int8 else self.past.dtype
-        caches = backend.new_cache(self.num_blocks, self.shapes.block_size, 2,
-                                   self.shapes.head_dim, dtype, self.shapes.device)
-        self.store(backend, self.past, self.before, caches)
-        return caches
+    def attend(self, window: int | None = None) -> torch.Tensor:
+        q = self.store(self.qkv, self.batch)
+        return self.backend.paged_attention(q, *self.caches, self.batch,
+                                            self.shapes.head_dim ** -0.5, window,
+                                            self.shapes.softcap)
 
-    def attend(self, backend, caches: tuple, window: int | None = None) -> torch.Tensor:
-        q = self.store(backend, self.qkv, self.batch, caches)
-        return backend.paged_attention(q, *caches, self.batch, self.shapes.head_dim ** -0.5,
-                                       window, self.shapes.softcap)
-
-    def store(self, backend, qkv: torch.Tensor, batch: Batch, caches: tuple) -> torch.Tensor:
+    def store(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         size = self.shapes.head_dim
         frequencies = 1e4 ** (-torch.arange(0, size, 2, device=qkv.device) / size)
         angles = (batch.positions[:, None] * frequencies).repeat(1, 2)
-        return backend.norm_rope_store(qkv, self.weight, self.weight, EPS, angles.cos(),
-                                       angles.sin(), *caches, batch.slot_mapping)
+        return self.backend.norm_rope_store(qkv, self.weight, self.weight, EPS, angles.cos(),
+                                            angles.sin(), *self.caches, batch.slot_mapping)
 
 
-CHECKS = {
-    "rms_norm": Check(norms, ROWS, {"rms_norm", "add_rms_norm"}),
-    "act_and_mul": Check(gates, ROWS, {"act_and_mul"}),
-    "linear": Check(products, ROWS, {"prepack", "linear"}),
-    "embed": Check(rows_of_a_matrix, ROWS, {"prepack", "embed"}),
-    "experts": Check(mixtures, ROWS, {"prepack", "experts"}),
-    "paged_attention": Check(attention, CROWDS,
-                             {"new_cache", "norm_rope_store", "paged_attention"}),
-    "argmax": Check(likeliest, ROWS, {"argmax"}),
-    "thresholds": Check(filters, {"200 rows": 200}, {"thresholds"}),
-    "sample_tokens": Check(draws, {"shares": 1000}, {"argmax", "thresholds", "sample_tokens"})}
+def batch_of(rows: list[tuple[int, int]], shapes: Shapes) -> Batch:
+    """A batch of these rows. A row's blocks lie backwards in memory."""
+    step, end = Step(0), 0
+    for row, (query_len, seq_len) in enumerate(rows):
+        start, end = end, end + -(-seq_len // shapes.block_size)
+        seq = Sequence(CoreRequest(str(row), SamplingParams()), [0] * seq_len, row=row,
+                       block_table=[*range(start, end)][::-1])
+        step.num_new_tokens[seq] = query_len
+        step.starts.append(seq_len - query_len)
+    lengths = [seq_len for _, seq_len in rows]
+    builder = BatchBuilder(len(rows), sum(lengths), max(lengths), shapes.block_size, shapes.device)
+    return builder.build(step)

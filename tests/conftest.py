@@ -79,7 +79,7 @@ def remember_trials() -> None:
     """As on a machine on which each model of the tests has been started before, and was right."""
     from nanoserve import self_test as trial
 
-    trial.remembered = wraps(trial.remembered)(lambda key: {})
+    trial.wrong_functions = wraps(trial.wrong_functions)(lambda backend, shapes: {})
 
 
 def pytest_runtest_setup(item):
