@@ -4,7 +4,7 @@
     python -m benchmarks.fits --measure Qwen/Qwen3-4B int4 --layers 36    what a load really takes
 
 transformers makes each text network on "meta", where tensors have shapes and no numbers. What an
-engine holds of it in int8 or int4, by the rules of docs/quantization.md:
+engine holds of it in int8 or int4, by the rules of docs/extras.md:
 
     a matrix of a layer     1 byte a number, and 4 a row        half a byte, and 4 for 32 of a row
     an LM head, q, k, v     1 byte, and 4 a row                 the same

@@ -3,10 +3,10 @@
     python -m benchmarks.hybrids               hit rates of chats, without a network: seconds
     python -m benchmarks.hybrids --measure     speed, in turns with transformers: 6 minutes, 8 GB
 
-Each writes its table of docs/hybrids.md. Speed is that of Qwen3.5-0.8B's shapes, or of what
---model names, with random weights; another engine takes part with --against "vLLM's python
-benchmarks/engines/vllm_cpu.py". All take turns, as benchmarks/peers.py says. Leave the machine
-alone meanwhile.
+The first writes its table of docs/extras.md, the second that of docs/benchmarks.md. Speed is that
+of Qwen3.5-0.8B's shapes, or of --model, with random weights; another engine takes part with
+--against "vLLM's python benchmarks/engines/vllm_cpu.py". All take turns, as
+benchmarks/peers.py says. Leave the machine alone meanwhile.
 
 For the hit rates users chat with the scheduler alone. Each has ten turns: 40 new tokens, an answer
 of 56, and the next turn begins with all of it. The hit rate is the share of those tokens of earlier
@@ -36,7 +36,7 @@ from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve_extras.recurrent.recurrent_snapshots import Snapshot, Snapshots
 
-PAGE = Path(__file__).parent.parent / "docs" / "hybrids.md"
+DOCS = Path(__file__).parent.parent / "docs"
 BEGIN = "<!-- written by benchmarks/hybrids.py -->\n"
 USERS, TURNS, NEW, ANSWER, POOLS = (1, 8), 10, 40, 56, (4, 16, 64)
 
@@ -96,13 +96,13 @@ def count() -> None:
     head = ["users", "rule", *(f"{size} snapshots" for size in POOLS)]
     rows = [[str(users), name, *(f"{hit_rate(rule, size, users):.0%}" for size in POOLS)]
             for users in USERS for name, rule in RULES.items()]
-    show([head, *rows], BEGIN)
+    show([head, *rows], DOCS / "extras.md", BEGIN)
 
 
-def show(rows: list[list[str]], begin: str, said: str = "") -> None:
+def show(rows: list[list[str]], page: Path, begin: str, said: str = "") -> None:
     print(said + table(rows))
-    if PAGE.exists() and begin:
-        write(PAGE, said + table([rows[0], ["---"] * len(rows[0]), *rows[1:]]), begin)
+    if page.exists() and begin:
+        write(page, said + table([rows[0], ["---"] * len(rows[0]), *rows[1:]]), begin)
 
 
 # ----------------------------------------------------------------------- speed
@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace) -> None:
     said = (f"{machine['date']}, {machine['cpu']}, {torch.get_num_threads()} threads, medians of "
             f"{args.rounds} rounds; in brackets how many times as good as transformers, the median "
             "and the range:\n\n")
-    show(rows, "" if args.model else SPEED, said)
+    show(rows, DOCS / "benchmarks.md", "" if args.model else SPEED, said)
 
 
 def in_turns(peers: list[Peer], rounds: int) -> dict[str, list[list[float]]]:

@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head for the bundled story model: `storyteller-eagle3` (docs/speculative.md).
+"""Train an EAGLE-3 head for the bundled story model: `storyteller-eagle3` (docs/extras.md).
 
     python -m benchmarks.train_eagle3 --corpus childrens_books.txt --out storyteller-eagle3
 

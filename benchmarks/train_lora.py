@@ -1,4 +1,4 @@
-"""Train an adapter: the bundled story model in the voice of one book (docs/training.md).
+"""Train an adapter: the bundled story model in the voice of one book (docs/extras.md).
 
     python -m benchmarks.train_lora --corpus childrens_books.txt --book "Sherlock Holmes" \\
         --out detective

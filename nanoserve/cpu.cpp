@@ -97,7 +97,7 @@ template <long N, class T> inline uint32_t unit_of(const T *x, long u, long coun
 
 // ------------------------------------------------------------------ the loop
 
-// Into the L2 cache: what is fetched into L1 waits for one of its few buffers (docs/LOG.md).
+// Into the L2 cache: what is fetched into L1 waits for one of its few buffers (docs/log).
 inline void fetch(const void *at) { __builtin_prefetch(at, 0, 2); }
 
 // What the loop must know of numbers: how a panel's line becomes vectors, and how these are
@@ -141,7 +141,7 @@ template <class T> struct Plain {
 // Panels of int8, read as they are stored, for T that has two numbers a unit: rows are pairs of
 // int16 with a scale each, products are summed up as whole numbers, exactly, and scaled at the end.
 // A sum of LONGEST_WHOLE products stays below 2^31. To widen each tile first was slower than a
-// cache of bfloat16: docs/LOG.md. A row's units are neighbours, as the softmax makes rows.
+// cache of bfloat16: docs/log. A row's units are neighbours, as the softmax makes rows.
 constexpr long LONGEST_WHOLE = 512;  // numbers of a row
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(MATRIX_TILES)
 constexpr bool HAS_WHOLE = true;
@@ -273,7 +273,7 @@ void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_r
 
 // ------------------------------------------------------------------ products
 
-constexpr long AHEAD = 128;  // lines of panels fetched early; not with few rows, see docs/LOG.md
+constexpr long AHEAD = 128;  // lines of panels fetched early; not with few rows, see docs/log
 constexpr long INPUTS_AT_ONCE = 256, MANY_TILES = 8;
 
 // A panel's part as float32, a line for each input. place: of the copy.

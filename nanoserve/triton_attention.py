@@ -58,7 +58,7 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 i
 # Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. A program
 # that loads two tiles of 64 keys ahead needs 64 KB: an A100's multiprocessor has room for two. On
 # Hopper one tile ahead, so 32 KB and more programs, reads faster where no row is split. Split rows
-# are few programs, which load two tiles ahead (docs/LOG.md, "A first run on a GPU").
+# are few programs, which load two tiles ahead (docs/log, "A first run on a GPU").
 # Prefill is bound by flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, wgmma's least;
 # with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
 # Few queries a row are bound by reading, as a decode is: BLOCK_M is what they need, within what
@@ -79,7 +79,7 @@ LAUNCHES = {
     ("sm_90", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
 }
 FEW = 16  # queries a row, on average, that are checked drafts and no chunk of a prompt
-SPLIT_PROGRAMS = 2  # worth starting on each multiprocessor; 4 were slower (docs/LOG.md)
+SPLIT_PROGRAMS = 2  # worth starting on each multiprocessor; 4 were slower (docs/log)
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
 # Of rows that fill the GPU, those with more keys than this are split. Most of these programs return

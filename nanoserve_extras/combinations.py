@@ -1,8 +1,8 @@
 """What goes with what, from facts alone: `python -m nanoserve_extras.combinations`.
 
-Prints the two tables of docs/combinations.md. A feature goes with a kind of model, or with another
-feature, unless one needs a fact that the other ends (nanoserve_extras/base/facts.py). No model is
-read: a kind of model is the facts that are untrue of it.
+Prints the tables of docs/extras.md, section "What goes with what". A feature goes with a kind of
+model, or with another feature, unless one needs a fact that the other ends (base/facts.py). No
+model is read: a kind of model is the facts that are untrue of it.
 """
 
 from string import ascii_lowercase
@@ -74,27 +74,39 @@ def missing(feature: Part, others: list[Part]) -> Fact | None:
     return None
 
 
+LETTER = dict(zip(Fact, ascii_lowercase, strict=False))
+
+
 def table(rows: dict[str, Part], columns: dict[str, list[Part]]) -> list[str]:
-    """In Markdown. An empty cell goes; a letter is the fact that is missing."""
-    letter = dict(zip(Fact, ascii_lowercase, strict=False))
+    """In Markdown. A letter is the missing fact."""
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for name, feature in rows.items():
         cells = [missing(feature, others) for others in columns.values()]
         lines.append(f"| {name} | " + " | ".join(
-            "yes" if fact is None else letter[fact] for fact in cells) + " |")
+            "yes" if fact is None else LETTER[fact] for fact in cells) + " |")
+    return lines
+
+
+def refused_pairs() -> list[str]:
+    """In Markdown: each feature with the later ones that it does not go with, and the letters."""
+    lines = ["| feature | does not go with |", "|---|---|"]
+    names = list(FEATURES)
+    for i, name in enumerate(names):
+        facts = {other: missing(FEATURES[name], [FEATURES[other]]) for other in names[i + 1:]}
+        refused = [f"{other} ({LETTER[fact]})" for other, fact in facts.items() if fact]
+        if refused:
+            lines.append(f"| {name} | {', '.join(refused)} |")
     return lines
 
 
 def legend() -> str:
     used = {fact for one in FEATURES.values() for fact in one.needs | one.ends}
-    return "\n".join(f"- {letter}: {fact.value}"
-                     for fact, letter in zip(Fact, ascii_lowercase, strict=False) if fact in used)
+    return "\n".join(f"- {letter}: {fact.value}" for fact, letter in LETTER.items() if fact in used)
 
 
 def main() -> None:
-    features = {name: [one] for name, one in FEATURES.items()}
     seen = {name: one for name, one in FEATURES.items() if name != "images, sounds"}  # a kind
-    print("\n".join([*table(seen, KINDS), "", *table(FEATURES, features), "", legend()]))
+    print("\n".join([*table(seen, KINDS), "", *refused_pairs(), "", legend()]))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class MultimodalOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(Options):
     """Who guesses tokens, and how many. speculative_config: the method, `num_speculative_tokens`,
-    and what the method takes beside them (docs/speculative.md)."""
+    and what the method takes beside them (docs/extras.md)."""
 
     speculative_config: dict | None = option(None, rules.instance(
         dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}"))

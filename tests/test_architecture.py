@@ -209,13 +209,13 @@ def by_room(names: list[str]) -> list[str]:
 
 
 def test_the_maps_name_every_file_in_order():
-    """README the core, as one reads it; docs/map.md the engine from the bottom up, then the
-    extras."""
+    """README the core, in reading order; docs/architecture.md the engine from the bottom up, then
+    the extras."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     block = readme.split("<!-- the core, in reading order -->\n```\n")[1].split("```")[0]
     assert [line.split()[0] for line in block.splitlines()] == [*READING_ORDER]
-    assert files_listed_on("docs/map.md", "../nanoserve") == BOTTOM_UP
-    assert files_listed_on("docs/map.md", "../nanoserve_extras") == by_room(EXTRA_FILES)
+    assert files_listed_on("docs/architecture.md", "../nanoserve") == BOTTOM_UP
+    assert files_listed_on("docs/architecture.md", "../nanoserve_extras") == by_room(EXTRA_FILES)
 
 
 def test_no_file_imports_what_a_wheel_does_not_have():

@@ -6,7 +6,7 @@
 Two features that can't work together have a reason, and the reason is a fact that one needs and the
 other makes untrue. So no feature names another: it says which facts it needs and which it ends, and
 `facts_of` finds the clashes. A new feature is combined with all others by two lines, and the page
-docs/combinations.md is made of the same facts.
+docs/extras.md is made of the same facts.
 
 Invariant: a fact is needed by somebody, and ended by somebody; otherwise it is no reason for
 anything.

@@ -105,7 +105,7 @@ def _wrong_content(where: str, content: object) -> ValueError:
     is_image = isinstance(content, dict) and content.get("type") in IMAGES
     return (MediaError if is_image else ValueError)(
         f"{where}: a message's content must be text, or parts with text, and images where the "
-        f"model was started for them (docs/vision.md), got {content!r:.80}")
+        f"model was started for them (docs/extras.md), got {content!r:.80}")
 
 
 def _tidy_call(call: object) -> dict:

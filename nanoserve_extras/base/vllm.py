@@ -85,7 +85,7 @@ TABLE = (
     Row("call prompt", "mm_processor_kwargs", "say it when the engine is made, to LLM() or the"
         " server"),
     Row("prompt", "multi_modal_data", "this engine reads text alone: make it with "
-        "limit_mm_per_prompt={'image': 1}, see docs/vision.md"),
+        "limit_mm_per_prompt={'image': 1}, see docs/extras.md"),
     # How it runs.
     Row("LLM", "enable_expert_parallel", ours="expert_parallel"),
     Row("call", "params", ours="sampling_params"),  # of vLLM's add_request

@@ -14,7 +14,7 @@ trusted: the checksum finds damage, not malice. Hence its mode, 0700.
 
 In one large file that steps map, with an index, a step waits for the file system's pages, and a
 file that is cut off ends the process; engines that reuse each other's slots need locks
-(docs/LOG.md, 2026-11-27).
+(docs/log, 2026-11-27).
 """
 
 import hashlib

@@ -13,7 +13,7 @@ key is [latent, k_rot] and whose value is the latent. The cache has one size for
 for 10,240. Blocks, prefix cache and backends stay as they are.
 
 Invariant: the text is that of the expanded network up to near-ties, as sums are in another order.
-Known limits: CPUs. A head of 576 numbers is more than a GPU's tile holds (docs/LOG.md), so there
+Known limits: CPUs. A head of 576 numbers is more than a GPU's tile holds (docs/log), so there
 keys and values stay expanded. `kv_b_proj` is never rounded. The values are a copy of a part of the
 keys; without it the backends would have to know of latent attention.
 """

@@ -61,7 +61,7 @@ from nanoserve_extras.multimodal.multimodal_inputs import (
     take_out,
 )
 
-# Wrappings that were compared with transformers' `generate`, by what they take (docs/vision.md).
+# Wrappings that were compared with transformers' `generate`, by what they take (docs/extras.md).
 TRIED = {"image": ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL",
                    "Llava", "Mistral3", "Lfm2Vl", "Gemma3", "Gemma4"),
          "audio": ("Qwen3ASR", "GlmAsr", "Voxtral")}

@@ -184,7 +184,7 @@ struct Rows {
 // numbers are int8 by row.
 //
 // A sum waits for its last addition. Few rows have nothing else to do meanwhile, so they have some
-// sums for each output, which are added up in the end: CHAINS. (docs/LOG.md, 2026-11-27.)
+// sums for each output, which are added up in the end: CHAINS. (docs/log, 2026-11-27.)
 template <int BITS, bool GROUPED, int R, int P>
 void multiply(Rows rows, const uint8_t *const *panels, const uint8_t *const *next, long units,
               const Groups &groups, float *out) {
@@ -268,7 +268,7 @@ Multiply loop_for(int rows, long panels, bool is_4, bool by_row) {
 
 // How rows are cut into tiles: as few as registers allow, of equal size; the last is filled up.
 // Few rows take one panel at a time, which is read from one end to the other: four side by side, as
-// cpu.cpp has them, are four streams of half as many bytes (docs/LOG.md, 2026-11-24).
+// cpu.cpp has them, are four streams of half as many bytes (docs/log, 2026-11-24).
 struct Tiling {
     int rows, panels;  // of a tile
     long tiles;

@@ -34,7 +34,7 @@ from nanoserve.triton_fused import tile_of_expert
 from nanoserve_extras.quantization.quantized_linear import TorchWeight
 
 # By `table_line` and the most rows of a tile; from the compiled code alone (benchmarks/kernels.py,
-# docs/LOG.md). Up to 16 rows wait for memory: long pieces of few outputs, loads of 128 bits. With
+# docs/log). Up to 16 rows wait for memory: long pieces of few outputs, loads of 128 bits. With
 # more rows there is more to compute: Hopper's wgmma starts at 64. A100's lines stay below the 99 KB
 # of smaller cards. float32 is for checks: without tensor cores, sums take registers. So they do on
 # Turing, which restores the matrix from 17 rows on, but not experts'. Sizes that 32 (inputs) or 16

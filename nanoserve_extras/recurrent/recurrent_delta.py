@@ -63,7 +63,7 @@ class DeltaNet:
     def convolve(self, qkv: torch.Tensor, states: torch.Tensor, cache) -> torch.Tensor:
         """Each channel's last few numbers, weighted. qkv: (num_tokens, channels); states: what came
         before, of all rows, (num_states, width - 1, channels). As an image of one line whose
-        channels are neighbours in memory it takes an eighth of conv1d's time (docs/LOG.md)."""
+        channels are neighbours in memory it takes an eighth of conv1d's time (docs/log)."""
         conv, convolved = self.net.conv1d, torch.empty_like(qkv)
         for tokens, sources, targets in cache.parts:
             kept = states.index_select(0, sources)

@@ -86,7 +86,7 @@ class AsyncLLM:
         self.tokenizing = ThreadPoolExecutor(1, "nanoserve-tokenize")
         # Each thread that computes has OpenMP threads of its own. With those of the one that made
         # the engine there are more than cores, and GNU's library lets all of them sleep between two
-        # products (docs/LOG.md). Here they end; they come back if this thread computes again.
+        # products (docs/log). Here they end; they come back if this thread computes again.
         with suppress(AttributeError, OSError):  # a library without OpenMP 5.0
             ctypes.CDLL(torch._C.__file__).omp_pause_resource_all(1)
         self.thread = Thread(target=self._run, name="nanoserve-steps", daemon=True)
@@ -221,7 +221,7 @@ class AsyncLLM:
 
         A step that reads its layers from a disk costs as much for one prompt as for many. So the
         first ones that come to an idle engine wait for others, up to `max_wait`, or until they fill
-        a step. While anything runs, nobody waits: whoever joins costs no reading (docs/layers.md).
+        a step. While anything runs, nobody waits: whoever joins costs no reading (docs/extras.md).
         """
         if not self.llm.has_unfinished_requests():
             return None

@@ -313,7 +313,7 @@ class CompletionBody(GenerationBody):
 
 
 class TranscriptionBody(CompletionBody):
-    """`POST /v1/audio/transcriptions`, a form: what is said in a WAV file (docs/vision.md)."""
+    """`POST /v1/audio/transcriptions`, a form: what is said in a WAV file (docs/extras.md)."""
 
     prompts_in = ()
     file: bytes

@@ -101,7 +101,7 @@ INSTEAD |= dict.fromkeys(
 INSTEAD |= dict.fromkeys(
     ("ImageAsset", "AudioAsset", "VideoAsset", "fetch_image", "MultiModalDataBuiltins",
      "multimodal"),
-    "hand over an image of PIL, a path or bytes, and a sound as an array: see docs/vision.md")
+    "hand over an image of PIL, a path or bytes, and a sound as an array: see docs/extras.md")
 
 
 class StandIn(ModuleType):

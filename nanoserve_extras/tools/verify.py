@@ -195,7 +195,7 @@ def load_reference(folder: Path):
         wraps = read_architecture(read_json(folder / "config.json")).endswith(CONDITIONAL)
         auto = AutoModelForImageTextToText if wraps else AutoModelForCausalLM
         if wraps:
-            print("verify: texts are compared, and no images (docs/vision.md says with which "
+            print("verify: texts are compared, and no images (docs/extras.md says with which "
                   "classes they were)", file=sys.stderr)
         model = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers raise

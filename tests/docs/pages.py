@@ -11,7 +11,7 @@ from unittest import mock
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md", *sorted(
-    f"{path.parent.name}/{path.name}" for folder in ("docs", "course")
+    f"{folder}/{path.name}" for folder in ("docs", "docs/log", "course")
     for path in (ROOT / folder).glob("*.md"))]
 
 

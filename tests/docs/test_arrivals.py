@@ -1,4 +1,4 @@
-"""docs/scheduling.md: its arrivals, as its commands print them."""
+"""Simulated arrivals of docs/api.md and docs/extras.md, as their commands print them."""
 
 import re
 
@@ -8,7 +8,7 @@ from pages import ROOT, block_after, read, rows_of, run
 from nanoserve_extras.trace.trace import Simulation, read_csv
 
 pytestmark = pytest.mark.floor
-PAGE = read("docs/scheduling.md")
+PAGE = read("docs/api.md")
 
 
 def printed(*options: str, page: str = PAGE, marker: str = "<!-- command -->") -> str:
@@ -28,7 +28,7 @@ def test_the_arrivals_under_each_policy(policy):
 
 
 def test_what_max_wait_brings():
-    page = read("docs/layers.md")
+    page = read("docs/extras.md")
     rows = [row for row in rows_of(page[page.index("<!-- visits -->"):]) if len(row) == 4][1:]
     assert len(rows) == 4
     for wait, *shown in rows:

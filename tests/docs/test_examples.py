@@ -15,16 +15,16 @@ from nanoserve import LLM, SamplingParams
 
 # A page, the marker before its program, and the one before what that prints.
 PROGRAMS = [
-    ("api", "## Structured output", "<!-- printed by the structured example -->"),
-    ("block-store", "\n```python", "<!-- printed by the example above -->"),
-    ("block-store", "## Prefill and decode apart", "<!-- printed by the two engines -->"),
-    ("layers", "\n```python", "<!-- printed by the napkin -->"),
-    ("models", "\n```python", "<!-- printed by the pooling example -->"),
-    ("quantization", "\n```python", "<!-- printed by the int8 example -->"),
+    ("extras", "<!-- drafts -->", "<!-- printed by the speculative example -->"),
+    ("extras", "<!-- structured -->", "<!-- printed by the structured example -->"),
+    ("extras", "<!-- int8 -->", "<!-- printed by the int8 example -->"),
+    ("extras", "<!-- adapters -->", "<!-- printed by the example of adapters -->"),
+    ("extras", "<!-- pooling -->", "<!-- printed by the pooling example -->"),
+    ("extras", "<!-- two starts -->", "<!-- printed by the example above -->"),
+    ("extras", "<!-- two engines -->", "<!-- printed by the two engines -->"),
+    ("extras", "<!-- napkin -->", "<!-- printed by the napkin -->"),
     ("server", "<!-- stories -->", "<!-- printed by the stories -->"),
-    ("speculative", "\n```python", "<!-- printed by the speculative example -->"),
     ("training", "## A hook on logits", "<!-- printed by the example above -->"),
-    ("training", "## Adapters", "<!-- printed by the example of adapters -->"),
 ]
 
 
@@ -33,9 +33,9 @@ def test_a_program_prints_what_is_shown(name, program, printed):
     page = read(f"docs/{name}.md")
     shown = block_after(page, printed)
     assert run("-c", block_after(page, program)) == shown
-    if program == "## Prefill and decode apart":
+    if program == "<!-- two engines -->":
         assert_engines_apart_write_what_one_writes(shown)
-    elif name == "block-store":
+    elif program == "<!-- two starts -->":
         assert int(re.search(r"second start: (\d+)", shown)[1]) > 200
 
 
@@ -77,8 +77,8 @@ def test_openais_client_and_the_agent_print_what_is_shown():
     try:
         line = next(line for line in process.stderr if "nanoserve: serving" in line)
         address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
-        for name, who in (("server", "client"), ("agents", "agent")):
-            page = read(f"docs/{name}.md")
+        page = read("docs/server.md")
+        for who in ("client", "agent"):
             code = block_after(page, f"<!-- {who} -->").replace("http://127.0.0.1:8000", address)
             shown = block_after(page, f"<!-- printed by the {who} -->")
             assert run("-c", code).strip() == shown.strip()

@@ -37,13 +37,13 @@ def test_forced_tokens_save_the_steps_that_the_page_shows():
     table = structured.steps_table(str(BUNDLED_MODEL), rounds=0)
     assert "near-tie" not in table
     shown = block_after(
-        read("docs/api.md"), "<!-- printed by: python -m benchmarks.structured")
+        read("docs/extras.md"), "<!-- printed by: python -m benchmarks.structured")
     assert [line[:-7].rstrip() for line in table.splitlines()] == shown.splitlines()
 
 
 def test_the_quantised_formats_are_those_that_are_tried():
-    page = read("docs/quantization.md")
-    table = page[page.index("<!-- formats -->"):page.index("Refused by name")]
+    page = read("docs/extras.md")
+    table = page[page.index("<!-- formats -->"):page.index("A checkpoint may mix formats")]
     named = [name for row in rows_of(table)[1:] for name in re.findall(r"`(.*?)`", row[0])]
     assert sorted(named) == sorted(FORMATS)
 

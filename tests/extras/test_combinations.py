@@ -8,19 +8,18 @@ from pages import read
 from nanoserve import LLM
 from nanoserve.hooks import Extra
 from nanoserve_extras.base.facts import Asked, Fact, clash, facts_of
-from nanoserve_extras.combinations import FEATURES, KINDS, legend, missing, table
+from nanoserve_extras.combinations import FEATURES, KINDS, legend, missing, refused_pairs, table
 from nanoserve_extras.lora.lora import LoRA
 from nanoserve_extras.trace.recorder import Recorder
 
-PAGE = read("docs/combinations.md")
+PAGE = read("docs/extras.md")
 PLAIN = Asked("a plain engine", frozenset())
 PAIRS = [(feature, kind) for feature in FEATURES for kind in KINDS]
 
 
 def test_the_page_has_both_tables_and_the_facts():
     seen = {name: one for name, one in FEATURES.items() if name != "images, sounds"}
-    features = {name: [one] for name, one in FEATURES.items()}
-    for part in (*table(seen, KINDS), *table(FEATURES, features), *legend().split("\n")):
+    for part in (*table(seen, KINDS), *refused_pairs(), *legend().split("\n")):
         assert f"\n{part}\n" in PAGE, part
 
 

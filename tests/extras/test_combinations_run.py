@@ -1,6 +1,6 @@
 """The cells that say yes, run: each feature with each kind of model, text against transformers'.
 
-Takes a minute, so it runs with the extra `test-full` alone (docs/combinations.md has the last run).
+Takes a minute, so it runs with the extra `test-full` alone (docs/extras.md has the last run).
 Weights that are rounded or quantised are held against transformers with those numbers in
 tests/extras/quantization, heads that draft in tests/extras/drafts.
 """

@@ -78,7 +78,7 @@ def test_images_of_all_forms_become_the_same_text(engines, folders, tmp_path, na
 @pytest.mark.parametrize("name", WRITTEN)
 def test_processors_that_need_torchvision_are_exact_with_it(folders, name):
     """Oracle: the whole of transformers' processor, with all images of a prompt at once."""
-    pytest.importorskip("torchvision", reason="docs/vision.md says how to install it")
+    pytest.importorskip("torchvision", reason="docs/extras.md says how to install it")
     processor = AutoProcessor.from_pretrained(folders[name])
     model = AutoModelForImageTextToText.from_pretrained(folders[name]).eval()
     with LLM(folders[name], dtype="float32", num_gpu_blocks_override=64, max_num_batched_tokens=7,

@@ -248,7 +248,7 @@ PUBLISHED = {  # the arguments of these models, from memory; all but LLaVA have 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_saved_processor_is_loaded_with_all_its_arguments(name, tmp_path):
     """Without its part for videos it makes the same of an image."""
-    pytest.importorskip("torchvision", reason="docs/vision.md says how to install it")
+    pytest.importorskip("torchvision", reason="docs/extras.md says how to install it")
     if name == "smolvlm":
         pytest.importorskip("num2words", reason="SmolVLM's processor asks for it")
     kind, arguments, image_kind, options = PUBLISHED[name]

@@ -187,7 +187,7 @@ def test_a_row_of_experts_has_the_same_bits_alone_and_in_a_crowd(checkpoints, qu
 
 
 def test_the_bundled_model_hardly_notices():
-    """On a few lines of ours; the held-out text's figures are in docs/quantization.md. A
+    """On a few lines of ours; the held-out text's figures are in docs/extras.md. A
     hundredth of a nat is 1% of the perplexity."""
     text = ("The old woman put the kettle on the fire, and the two children sat down at the table. "
             "\"Have you come far?\" she asked. \"From the other side of the wood,\" said the boy, "

@@ -1,7 +1,7 @@
 """Networks with recurrent layers: token for token what transformers' own `generate` gives.
 
 Each runs its prompts twice: the second time from snapshots. `verify` has more modes for those who
-have the time (docs/hybrids.md has its table); here is one that has everything at once.
+have the time (docs/extras.md has its table); here is one that has everything at once.
 """
 
 import random

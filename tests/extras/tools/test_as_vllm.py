@@ -207,7 +207,7 @@ def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
     ("from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole", "kv_store="),
     ("from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo", "update_weig"),
     ("from vllm.model_executor.model_loader import ShardedStateLoader", "safetensors"),
-    ("from vllm.multimodal.utils import encode_image_url", "docs/vision.md"),
+    ("from vllm.multimodal.utils import encode_image_url", "docs/extras.md"),
     ("from vllm.worker.worker import Worker", "vllm.worker.worker.Worker: it is not here")])
 def test_a_name_that_is_missing_says_what_to_use(tmp_path, line, said):
     with pytest.raises((ImportError, AttributeError, ValueError), match=said):
