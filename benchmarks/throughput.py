@@ -60,8 +60,8 @@ from benchmarks.meter import peak_memory, profile, serve
 from benchmarks.peers import Peer, compare
 from benchmarks.roofline import Machine, Work
 from benchmarks.workloads import WORKLOADS, Request, wrapped
-from nanoserve import rules
 from nanoserve.__main__ import command
+from nanoserve.config import DTYPES
 from nanoserve.device import free_cpu_memory, pick_device
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.loader import BUNDLED
@@ -107,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="a folder, a hub id, a bundled model, or shapes: "
         + ", ".join(roofline.MODELS))
-    add("--dtype", default="auto", choices=rules.DTYPES)
+    add("--dtype", default="auto", choices=DTYPES)
     add("--workload", default="batch", choices=WORKLOADS)
     add("--num-prompts", type=int)
     add("--input-len", type=int, nargs="+", metavar="TOKENS", help="of each prompt, or: from to")

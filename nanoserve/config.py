@@ -1,9 +1,9 @@
 """What can be chosen: `EngineConfig`, the options of `LLM(...)`, and `SamplingParams` of a request.
 
-Names, defaults and meaning are vLLM's. Both are records; each field has a default and a *rule*,
-which says what a value must be and in which form it is kept (rules.py).
+Names, defaults and meaning are vLLM's. Both are records. The type of a field has a *rule*, which
+says what a value must be and in which form it is kept (rules.py).
 
-    block_size: int = option(16, rules.COUNT)       16 by default; a whole number of at least 1
+    block_size: Count = 16       16 by default; a whole number of at least 1
 
 An option that the user left open is `None` or "auto". `EngineConfig.resolved` gives it a value for
 a device and a model:
@@ -27,69 +27,98 @@ word) is checked in inputs.py. Road not taken: groups of options as in larger en
 record for the cache, one for the scheduler); all options fit on one screen.
 """
 
+import re
 import warnings
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
-from nanoserve import rules
 from nanoserve.model_config import ModelConfig
-from nanoserve.rules import Options, choice, number, option
+from nanoserve.rules import (
+    Anything,
+    Count,
+    CountOrAll,
+    Flag,
+    Options,
+    Rule,
+    Share,
+    Size,
+    Text,
+    Whole,
+    check_fields,
+    choice,
+    instance,
+    keep_text,
+    list_of,
+    number,
+    only_if,
+)
 
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 KERNELS = ("auto", "triton", "cpu", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
 MIN_TEMPERATURE = 0.01  # with less, logits / temperature overflows half precision
 MAX_TEMPERATURE = 1e30  # all tokens are equally likely then; with inf, -inf / inf would be NaN
 MAX_SAMPLES = 16384  # vLLM's bound: a request makes the sequences of all samples at once
 
-
-class RequestOutputKind(Enum):
-    """What each output of a running request carries (vLLM's names)."""
-
-    CUMULATIVE = 0  # everything generated so far
-    DELTA = 1  # only what is new since the last output
-    FINAL_ONLY = 2  # one output, when the request has finished
-
-
-OUTPUT_KIND = rules.instance(RequestOutputKind, "a RequestOutputKind")
-
 # ------------------------------------------------------------------- options
+
+
+def keep_dtype(dtype: Any) -> str:
+    """One spelling of a dtype: torch.float32 and vLLM's "half" are accepted, too."""
+    name = str(dtype).removeprefix("torch.")
+    name = {"half": "float16", "float": "float32"}.get(name, name)
+    only_if(name in DTYPES, dtype)
+    return name
+
+
+def keep_device(device: Any) -> str:
+    known = r"auto|cpu|cuda(:\d{1,3})?"
+    return only_if(isinstance(device, str) and bool(re.fullmatch(known, device)), device)
+
+
+MODEL = "the name of a folder, a hub id or a GGUF file"
+Dtype = Annotated[str, Rule(f"one of {', '.join(DTYPES)}", keep_dtype)]
+Device = Annotated[str, Rule('auto, cpu, cuda or a GPU by its number ("cuda:1")', keep_device)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
     """An engine's options. Raises `ValueError` for what can't work, naming field and remedy."""
 
-    model: str = option(MISSING, rules.MODEL)
-    revision: str | None = option(None, rules.TEXT)  # a branch, a tag or a commit of a hub id
-    tokenizer: str | None = option(None, rules.FOLDER)
-    skip_tokenizer_init: bool = option(False, rules.FLAG)
-    dtype: str = option("auto", rules.DTYPE)  # "auto": the checkpoint's own
-    load_format: str = option("auto", rules.LOAD_FORMAT)  # "dummy": random weights, no files
-    tensor_parallel_size: int = option(1, rules.COUNT)  # ranks that share the model
-    pipeline_parallel_size: int = option(1, rules.COUNT)  # stages, each of that many ranks
-    expert_parallel: bool = option(False, rules.FLAG)  # each rank has whole experts
-    seed: int = option(0, rules.WHOLE)
-    max_model_len: int | None = option(None, rules.COUNT)  # prompt plus output, in tokens
-    max_num_batched_tokens: int | None = option(None, rules.COUNT)  # the token budget of one step
-    max_num_seqs: int | None = option(None, rules.COUNT)  # sequences running at the same time
-    gpu_memory_utilization: float = option(0.9, rules.SHARE)  # share of a GPU for weights and KV
-    kv_cache_memory_bytes: int | None = option(None, rules.COUNT)  # the KV cache's size, if given
-    kv_cache_dtype: str = option("auto", rules.KV_DTYPE)  # "auto": the dtype of the model
-    num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the KV cache's size in blocks
-    block_size: int = option(16, rules.COUNT)  # tokens per KV block
-    enable_prefix_caching: bool = option(True, rules.FLAG)
-    enable_chunked_prefill: bool = option(True, rules.FLAG)
-    scheduling_policy: str = option("fcfs", choice(*POLICIES))  # see Scheduler.order
-    enforce_eager: bool = option(False, rules.FLAG)  # no CUDA graphs
-    hf_overrides: dict | None = option(None, rules.OVERRIDES)  # replaces entries of config.json
+    model: Annotated[str, Rule(MODEL, keep_text)]
+    revision: Text | None = None  # a branch, a tag or a commit of a hub id
+    tokenizer: Annotated[str, instance((str, Path), MODEL)] | None = None
+    skip_tokenizer_init: Flag = False
+    dtype: Dtype = "auto"  # "auto": the checkpoint's own
+    load_format: Annotated[str, Rule(
+        "one of auto, safetensors, pt, dummy (a GGUF file is named as the model)",
+        choice("auto", "safetensors", "pt", "dummy").keep)] = "auto"
+    tensor_parallel_size: Count = 1  # ranks that share the model
+    pipeline_parallel_size: Count = 1  # stages, each of that many ranks
+    expert_parallel: Flag = False  # each rank has whole experts
+    seed: Whole = 0
+    max_model_len: Count | None = None  # prompt plus output, in tokens
+    max_num_batched_tokens: Count | None = None  # the token budget of one step
+    max_num_seqs: Count | None = None  # sequences running at the same time
+    gpu_memory_utilization: Share = 0.9  # share of a GPU for weights and KV
+    kv_cache_memory_bytes: Count | None = None  # the KV cache's size, if given
+    kv_cache_dtype: Annotated[str, choice("auto", "int8")] = "auto"  # "auto": that of the model
+    num_gpu_blocks_override: Count | None = None  # the KV cache's size in blocks
+    block_size: Count = 16  # tokens per KV block
+    enable_prefix_caching: Flag = True
+    enable_chunked_prefill: Flag = True
+    scheduling_policy: Annotated[str, choice(*POLICIES)] = "fcfs"  # see Scheduler.order
+    enforce_eager: Flag = False  # no CUDA graphs
+    hf_overrides: Annotated[dict, instance(dict, "a dict laid over config.json")] | None = None
     # "auto": a request without parameters takes those of the checkpoint's generation_config.json;
     # "vllm": it takes the defaults of `SamplingParams`.
-    generation_config: str = option("auto", choice("auto", "vllm"))
-    trust_remote_code: bool = option(False, rules.FLAG)  # code of a tokenizer; a model's never runs
-    device: str = option("auto", rules.DEVICE)
-    kernels: str = option("auto", choice(*KERNELS))  # the backend of ops: see self_test.py
-    async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
+    generation_config: Annotated[str, choice("auto", "vllm")] = "auto"
+    trust_remote_code: Flag = False  # code of a tokenizer; a model's never runs
+    device: Device = "auto"
+    kernels: Annotated[str, choice(*KERNELS)] = "auto"  # the backend of ops: see self_test.py
+    async_scheduling: Flag | None = None  # step n+1 is scheduled while n runs
 
     def __post_init__(self):
         super().__post_init__()
@@ -98,16 +127,39 @@ class EngineConfig(Options):
         if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
             raise ValueError(f"max_num_batched_tokens={num_tokens} is less than max_num_seqs="
                              f"{num_seqs}: raise the first or lower the second")
-
-        if ":" in self.device and (ranks := self.num_ranks) > 1:
-            raise ValueError(f"device={self.device!r} names one GPU, and {ranks} ranks take one "
-                             'each, from 0 on: use device="cuda"')
+        if ":" in self.device and self.num_ranks > 1:
+            raise ValueError(f"device={self.device!r} names one GPU, and {self.num_ranks} ranks "
+                             'take one each, from 0 on: use device="cuda"')
 
     def resolved(self, device: str, model_config: ModelConfig,
                  generates: bool = True) -> "EngineConfig":
         """A copy in which open options have values. device: "cpu", "cuda" or "cuda:1", say.
         generates: whether requests write text. Raises `ValueError` for what this model can't do."""
-        longest = model_config.max_position_embeddings
+        if self.expert_parallel and not any(model_config.moe_layers):
+            raise ValueError(f"expert_parallel=True, but {model_config.architecture} has no "
+                             "experts: leave it out")
+        max_model_len = self._resolved_length(model_config.max_position_embeddings, generates)
+        on_gpu = device != "cpu"
+        num_tokens, num_seqs = (8192, 256) if on_gpu else (2048, 64)
+        # A step holds a token of each sequence, and a prompt that may not be cut. A budget that was
+        # asked for pulls the number of sequences down with it.
+        whole_prompt = 0 if self.enable_chunked_prefill else max_model_len
+        num_tokens = self.max_num_batched_tokens or max(
+            num_tokens, self.max_num_seqs or 0, whole_prompt)
+        if num_tokens < whole_prompt:
+            raise ValueError("enable_chunked_prefill=False needs a step that holds the longest "
+                             f"prompt: raise max_num_batched_tokens={num_tokens} to at least "
+                             f"max_model_len={max_model_len}, or lower max_model_len")
+        values: dict[str, Any] = dict(
+            max_num_batched_tokens=num_tokens, max_num_seqs=min(num_seqs, num_tokens),
+            max_model_len=max_model_len, dtype=model_config.dtype,
+            kernels="triton" if on_gpu else "cpu", async_scheduling=on_gpu)
+        unset = {name: value for name, value in values.items()
+                 if getattr(self, name) in (None, "auto")}
+        return replace(self, device=device, **unset)
+
+    def _resolved_length(self, longest: int, generates: bool) -> int:
+        """The `max_model_len`. longest: what the model was trained for."""
         max_model_len = self.max_model_len or longest
         if max_model_len > longest:
             raise ValueError(f"max_model_len={max_model_len} is above the model's own maximum of "
@@ -117,36 +169,7 @@ class EngineConfig(Options):
         if generates and max_model_len < 2:
             raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
                              "it, and the model's max_position_embeddings if that is 1, too")
-        if self.expert_parallel and not any(model_config.moe_layers):
-            raise ValueError(f"expert_parallel=True, but {model_config.architecture} has no "
-                             "experts: leave it out")
-        dtype = model_config.dtype if self.dtype == "auto" else self.dtype
-        if dtype not in rules.DTYPES[1:]:
-            raise ValueError(f"config.json: dtype={dtype!r} is not supported: choose one of "
-                             f"{', '.join(rules.DTYPES[1:])} with the option dtype")
-        on_gpu = device != "cpu"
-        num_tokens, num_seqs = self._resolved_sizes(on_gpu, max_model_len)
-        kernels = "triton" if on_gpu else "cpu"
-        return replace(
-            self, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
-            max_num_seqs=num_seqs, dtype=dtype,
-            kernels=kernels if self.kernels == "auto" else self.kernels,
-            async_scheduling=on_gpu if self.async_scheduling is None else self.async_scheduling)
-
-    def _resolved_sizes(self, on_gpu: bool, max_model_len: int) -> tuple[int, int]:
-        """Tokens and sequences of a step. A budget that was asked for pulls the number of sequences
-        down with it: `max_num_batched_tokens=1` alone runs one sequence."""
-        num_tokens, num_seqs = (8192, 256) if on_gpu else (2048, 64)
-        if self.max_num_batched_tokens is not None:
-            num_tokens = self.max_num_batched_tokens
-        else:
-            whole_prompt = 0 if self.enable_chunked_prefill else max_model_len
-            num_tokens = max(num_tokens, self.max_num_seqs or 0, whole_prompt)
-        if not self.enable_chunked_prefill and num_tokens < max_model_len:
-            raise ValueError("enable_chunked_prefill=False needs a step that holds the longest "
-                             f"prompt: raise max_num_batched_tokens={num_tokens} to at least "
-                             f"max_model_len={max_model_len}, or lower max_model_len")
-        return num_tokens, self.max_num_seqs or min(num_seqs, num_tokens)
+        return max_model_len
 
     @property
     def on_gpu(self) -> bool:
@@ -165,7 +188,50 @@ class EngineConfig(Options):
 
 # ------------------------------------------------------------------ requests
 
-control = partial(option, control=True)  # an option that changes logits: see controls.py
+
+class RequestOutputKind(Enum):
+    """What each output of a running request carries (vLLM's names)."""
+
+    CUMULATIVE = 0  # everything generated so far
+    DELTA = 1  # only what is new since the last output
+    FINAL_ONLY = 2  # one output, when the request has finished
+
+
+TOKEN_ID, BIAS = number(0, whole=True), number(-100, 100)  # OpenAI's bounds, and vLLM's
+
+
+def keep_biases(biases: Any) -> dict[int, float]:
+    only_if(isinstance(biases, dict), biases)
+    return {TOKEN_ID.keep(token_id): float(BIAS.keep(bias)) for token_id, bias in biases.items()}
+
+
+def keep_word(word: Any) -> str:
+    return only_if(isinstance(word, str) and bool(word.strip()), word)
+
+
+def keep_function(function: Any) -> Any:
+    return only_if(callable(function), function)
+
+
+OutputKind = Annotated[RequestOutputKind, instance(RequestOutputKind, "a RequestOutputKind")]
+Penalty = Annotated[float, number(-2, 2)]
+# The bounds are beyond any use; a logit times or divided by such a factor fits in float32.
+Factor = Annotated[float, number(1e-6, 1e6)]
+Texts = Annotated[list[str], list_of(keep_text, "non-empty texts in a list")]
+Words = Annotated[list[str], list_of(keep_word, "a list of words, none of them empty")]
+TokenIds = Annotated[list[int], list_of(
+    TOKEN_ID.keep, "a list of token ids, whole numbers of at least 0")]
+SomeTokenIds = Annotated[list[int], list_of(
+    TOKEN_ID.keep, "a list of at least one token id (None allows all)", 1)]
+Biases = Annotated[dict[int, float], Rule(
+    "a dict of token ids and numbers in [-100, 100], none twice (allowed_token_ids and bad_words "
+    "rule tokens in or out)", keep_biases)]
+Functions = Annotated[list, list_of(
+    keep_function, "a list of functions f(token_ids, logits) -> logits")]
+# The fields that change logits if they have another value than their default: see controls.py.
+CONTROLS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
+            "logit_bias", "allowed_token_ids", "bad_words", "logits_processors",
+            "thinking_token_budget", "structured_outputs")
 
 
 @dataclass(kw_only=True)
@@ -176,38 +242,38 @@ class SamplingParams:
                           min_tokens, logit_bias                     min_p, top_k, top_p
     """
 
-    n: int = option(1, number(1, MAX_SAMPLES, whole=True))  # samples of one prompt
-    presence_penalty: float = control(0.0, rules.PENALTY)  # subtracted for tokens of the output
-    frequency_penalty: float = control(0.0, rules.PENALTY)  # subtracted once per occurrence
-    repetition_penalty: float = control(1.0, rules.FACTOR)  # divides; for tokens of the prompt, too
-    temperature: float = option(1.0, number(0))  # 0: greedy
-    top_p: float = option(1.0, rules.SHARE)  # nucleus: likeliest tokens whose sum reaches this
-    top_k: int = option(0, number(-1, whole=True))  # keep the k likeliest; 0 or -1: all
-    min_p: float = option(0.0, number(0, 1))  # drop tokens below this share of the likeliest
-    seed: int | None = option(None, rules.WHOLE)  # None: from the engine's seed and the arrival
-    stop: str | list[str] | None = option(None, rules.TEXTS)
-    stop_token_ids: list[int] | None = option(None, rules.TOKEN_IDS)
-    ignore_eos: bool = option(False, rules.FLAG)
-    max_tokens: int | None = option(16, rules.COUNT_OR_NONE)  # None: up to max_model_len
-    min_tokens: int = control(0, rules.SIZE)  # before them no EOS, stop token, stop string
-    logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of each token and of the k likeliest
-    prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # the same for the prompt
-    detokenize: bool = option(True, rules.FLAG)
-    skip_special_tokens: bool = option(True, rules.FLAG)
-    include_stop_str_in_output: bool = option(False, rules.FLAG)
-    output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, OUTPUT_KIND)
-    logit_bias: dict[int, float] | None = control(None, rules.BIASES)  # added to the logits
-    allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # only these
-    bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
-    logits_processors: list | None = control(None, rules.FUNCTIONS)  # called first
+    n: Annotated[int, number(1, MAX_SAMPLES, whole=True)] = 1  # samples of one prompt
+    presence_penalty: Penalty = 0.0  # subtracted for tokens of the output
+    frequency_penalty: Penalty = 0.0  # subtracted once per occurrence
+    repetition_penalty: Factor = 1.0  # divides; for tokens of the prompt, too
+    temperature: Annotated[float, number(0)] = 1.0  # 0: greedy
+    top_p: Share = 1.0  # nucleus: likeliest tokens whose sum reaches this
+    top_k: CountOrAll = 0  # keep the k likeliest; 0 or -1: all
+    min_p: Annotated[float, number(0, 1)] = 0.0  # drop tokens below this share of the likeliest
+    seed: Whole | None = None  # None: from the engine's seed and the arrival
+    stop: Texts | str | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: Flag = False
+    max_tokens: Count | None = 16  # None: up to max_model_len
+    min_tokens: Size = 0  # before them no EOS, stop token, stop string
+    logprobs: CountOrAll | None = None  # of each token and of the k likeliest
+    prompt_logprobs: CountOrAll | None = None  # the same for the prompt
+    detokenize: Flag = True
+    skip_special_tokens: Flag = True
+    include_stop_str_in_output: Flag = False
+    output_kind: OutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: Biases | None = None  # added to the logits
+    allowed_token_ids: SomeTokenIds | None = None  # only these
+    bad_words: Words | None = None  # with or without a space in front
+    logits_processors: Functions | None = None  # called first
     # After this many tokens of a thought its closing mark is forced: nanoserve_extras/thinking.py.
-    thinking_token_budget: int | None = control(None, rules.COUNT_OR_ALL)
-    structured_outputs: object = control(None, rules.ANYTHING)  # nanoserve_extras/structured
+    thinking_token_budget: CountOrAll | None = None
+    structured_outputs: Anything = None  # nanoserve_extras/structured
     stack_level = 3  # no field: how far above a warning is the line that made the object
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        rules.check_fields(self)
+        check_fields(self)
         self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: "
@@ -230,9 +296,5 @@ class SamplingParams:
 
     def controls(self) -> set[str]:
         """Which of `CONTROLS` are used."""
-        return {name for name, unused in CONTROLS.items()
-                if getattr(self, name) not in (unused, None, [], {})}
-
-
-# The fields that are made with `control`, each with the value that changes nothing.
-CONTROLS = {one.name: one.default for one in fields(SamplingParams) if one.metadata["control"]}
+        return {name for name in CONTROLS
+                if getattr(self, name) not in (getattr(SamplingParams, name), None, [], {})}

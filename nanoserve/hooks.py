@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable
 from inspect import isfunction
 from typing import Any
 
-from nanoserve import rules
 from nanoserve.rules import Options
 from nanoserve.sequence import Sequence, Step
 
@@ -52,7 +51,7 @@ class Extra:
 
     def __init__(self, **options: Any):
         """The options become a record with rules, like those of the engine (rules.py)."""
-        self.options = self.Options.of(**options)
+        self.options = self.Options(**options)
 
     @property
     def name(self) -> str:
@@ -168,15 +167,17 @@ class Extra:
 
 NAMES = [name for name, method in vars(Extra).items()
          if isfunction(method) and not name.startswith("_")]
-EXTRAS = rules.list_of(rules.instance(Extra, ""), "a list of objects that inherit from Extra")
 
 
 def checked(extras: Any) -> list[Extra]:
     """The extras as a list. Raises `ValueError` for anything else, or for one that comes twice."""
-    kept = rules.checked("extras", EXTRAS, extras)
-    for i, extra in enumerate(kept):
-        if any(extra is other for other in kept[:i]):
+    kept: list[Extra] = []
+    for extra in extras:
+        if not isinstance(extra, Extra):
+            raise ValueError(f"extras must be objects that inherit from Extra, got {extra!r:.80}")
+        if extra in kept:
             raise ValueError(f"{extra.name} is there already: leave the second time out")
+        kept.append(extra)
     return kept
 
 

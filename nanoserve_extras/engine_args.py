@@ -10,14 +10,34 @@ and vLLM's `EngineArgs` know the same names without a second list. Imports no to
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from nanoserve import rules
 from nanoserve.config import EngineConfig
-from nanoserve.rules import Options, Rule, choice, option
+from nanoserve.rules import (
+    Anything,
+    Count,
+    Flag,
+    Options,
+    Rule,
+    Size,
+    choice,
+    instance,
+    number,
+    only_if,
+    rule_of,
+)
 from nanoserve_extras.base.vllm import takes_vllms_words
 
 Record = TypeVar("Record", bound=Options)
+
+
+def check_parts(record: Options, whole: str, *parts: str) -> None:
+    """Options that have no effect without another one, the whole, must then have their defaults."""
+    for name in parts:
+        value = getattr(record, name)
+        if value != getattr(type(record), name) and not getattr(record, whole):
+            raise ValueError(f"{name}={value!r} has no effect without {whole}: set it, or leave "
+                             f"{name} out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +45,7 @@ class ForeignOptions(Options):
     """Whose network runs a checkpoint. model_impl: "auto" is nanoserve's own network if it has one,
     else transformers'."""
 
-    model_impl: str = option("auto", choice("auto", "nanoserve", "transformers"))
+    model_impl: Annotated[str, choice("auto", "nanoserve", "transformers")] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +53,9 @@ class QuantizationOptions(Options):
     """How weights are stored in memory. quantization: "int8" and "int4" round any checkpoint;
     "dequantize" restores the numbers of a quantised one, which is also what `None` does."""
 
-    quantization: str | None = option(None, Rule(
+    quantization: Annotated[str, Rule(
         "dequantize, int8 or int4 (a quantised checkpoint's format, fp8 say, is in its "
-        "config.json: leave it out)", choice("dequantize", "int8", "int4").keep))
+        "config.json: leave it out)", choice("dequantize", "int8", "int4").keep)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +63,7 @@ class RecurrentOptions(Options):
     """How much memory copies of recurrent states take. snapshot_bytes: for states behind cached
     blocks. `None`: a share of the KV cache's memory."""
 
-    snapshot_bytes: int | None = option(None, rules.SIZE)
+    snapshot_bytes: Size | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +71,13 @@ class LoRAOptions(Options):
     """How many adapters there may be at a time, and of which size. max_loras: adapters in memory at
     the same time. max_lora_rank: the largest rank of one."""
 
-    enable_lora: bool = option(False, rules.FLAG)
-    max_loras: int = option(1, rules.COUNT, "enable_lora")
-    max_lora_rank: int = option(16, rules.COUNT, "enable_lora")
+    enable_lora: Flag = False
+    max_loras: Count = 1
+    max_lora_rank: Count = 16
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_parts(self, "enable_lora", "max_loras", "max_lora_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +86,9 @@ class PoolingOptions(Options):
     what a generator becomes that pools. pooler_config: a `PoolerConfig`, or a dict of its fields.
     """
 
-    runner: str = option("auto", choice("auto", "generate", "pooling"))
-    convert: str = option("auto", choice("auto", "none", "embed", "classify", "reward"))
-    pooler_config: object = option(None, rules.ANYTHING)
+    runner: Annotated[str, choice("auto", "generate", "pooling")] = "auto"
+    convert: Annotated[str, choice("auto", "none", "embed", "classify", "reward")] = "auto"
+    pooler_config: Anything = None
 
     def check_generates(self) -> None:
         """Raises `ValueError` for what has no effect on a generator."""
@@ -80,17 +104,22 @@ class LayerPlanOptions(Options):
     are on disk. max_wait: seconds in which a server gathers prompts, so that layers are read once
     for all of them."""
 
-    layer_plan: dict | list | None = option(None, rules.instance(
+    layer_plan: Annotated[dict | list, instance(
         (dict, list), "how many layers each rank has, as [12, 16], or those that stay on disk, as "
-        "{'disk': 8}"))
-    max_wait: float = option(0.0, rules.number(0, 3600), "layer_plan")
+        "{'disk': 8}")] | None = None
+    max_wait: Annotated[float, number(0, 3600)] = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_parts(self, "layer_plan", "max_wait")
 
 
 def keep_limits(limits: Any) -> dict[str, int] | None:
     """As vLLM's. `None` where a prompt may have none."""
-    rules.only_if(isinstance(limits, dict), limits)
-    kept = {kind: rules.SIZE.keep(most) for kind, most in limits.items() if rules.SIZE.keep(most)}
-    return rules.only_if(kept.keys() <= {"image", "audio"}, limits) and kept or None
+    only_if(isinstance(limits, dict), limits)
+    keep = rule_of(Size).keep
+    kept = {kind: keep(most) for kind, most in limits.items() if keep(most)}
+    return only_if(kept.keys() <= {"image", "audio"}, limits) and kept or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +128,17 @@ class MultimodalOptions(Options):
     alone. mm_processor_kwargs: laid over what the folder's files say. encoder_cache_tokens: the
     size of the cache of what the tower made."""
 
-    limit_mm_per_prompt: dict | None = option(None, Rule(
+    limit_mm_per_prompt: Annotated[dict, Rule(
         "a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have "
-        "(no 'video': its frames are images)",
-        keep_limits))
-    mm_processor_kwargs: dict | None = option(None, Rule(
+        "(no 'video': its frames are images)", keep_limits)] | None = None
+    mm_processor_kwargs: Annotated[dict, Rule(
         "a dict of arguments that the checkpoint's processor takes",
-        lambda given: rules.only_if(isinstance(given, dict), given) or None), "limit_mm_per_prompt")
-    encoder_cache_tokens: int = option(8192, rules.COUNT, "limit_mm_per_prompt")
+        lambda given: only_if(isinstance(given, dict), given) or None)] | None = None
+    encoder_cache_tokens: Count = 8192
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_parts(self, "limit_mm_per_prompt", "mm_processor_kwargs", "encoder_cache_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +146,13 @@ class DraftOptions(Options):
     """Who guesses tokens, and how many. speculative_config: the method, `num_speculative_tokens`,
     and what the method takes beside them (docs/extras.md)."""
 
-    speculative_config: dict | None = option(None, rules.instance(
-        dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}"))
+    speculative_config: Annotated[dict, instance(
+        dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")] | None = None
 
 
 def keep_path(path: Any) -> str | Path:
     """That of a folder, which need not exist."""
-    return rules.only_if(isinstance(path, (str, Path)) and bool(str(path).strip()), path)
+    return only_if(isinstance(path, (str, Path)) and bool(str(path).strip()), path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,31 +161,35 @@ class BlockStoreOptions(Options):
     memory for blocks. kv_store: a folder for them, in which they outlive the engine.
     kv_store_bytes: the most that is in this folder."""
 
-    kv_offload_bytes: int = option(0, rules.SIZE)
-    kv_store: str | None = option(None, Rule("the path of a folder", keep_path))
-    kv_store_bytes: int = option(8 * 2 ** 30, rules.COUNT, "kv_store")
+    kv_offload_bytes: Size = 0
+    kv_store: Annotated[str, Rule("the path of a folder", keep_path)] | None = None
+    kv_store_bytes: Count = 8 * 2 ** 30
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_parts(self, "kv_store", "kv_store_bytes")
 
 
 def keep_new_file(path: Any) -> str | Path:
     """A file that need not exist, in a folder that does."""
     is_one = isinstance(path, (str, Path)) and Path(path).suffix in (".html", ".json")
-    return rules.only_if(is_one and Path(path).parent.is_dir(), path)
+    return only_if(is_one and Path(path).parent.is_dir(), path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions(Options):
     """Where each step is recorded. trace: the file of the page, or of Perfetto's events."""
 
-    trace: str | None = option(None, Rule(
+    trace: Annotated[str, Rule(
         "a file in a folder that exists, ending in .html (a page to look at) or .json (for "
-        "Perfetto)", keep_new_file))
+        "Perfetto)", keep_new_file)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTextOptions(Options):
     """What special tokens in messages are. split_special_tokens: plain text, and no tokens."""
 
-    split_special_tokens: bool = option(False, rules.FLAG)
+    split_special_tokens: Flag = False
 
 
 # A record's fields come behind those of the records on its right: the engine's own are the first.

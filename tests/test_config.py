@@ -17,7 +17,7 @@ pytestmark = pytest.mark.floor
 
 @pytest.mark.parametrize("options, words", [
     (dict(dtype="float8"), ["dtype must be one of", "got 'float8'", "bfloat16"]),
-    (dict(kv_cache_dtype="fp8"), ["kv_cache_dtype must be auto or int8", "got 'fp8'"]),
+    (dict(kv_cache_dtype="fp8"), ["kv_cache_dtype must be one of auto, int8", "got 'fp8'"]),
     (dict(load_format="gguf"), ["load_format must be one of", "got 'gguf'", "safetensors"]),
     (dict(scheduling_policy="lifo"), ["scheduling_policy must be one of fcfs, priority, shortest",
                                       "got 'lifo'"]),
@@ -63,7 +63,7 @@ def test_a_field_without_a_rule_can_not_exist():
     class Larger(EngineConfig):
         new_option: int = 0
 
-    with pytest.raises(AssertionError, match="new_option"):
+    with pytest.raises(AssertionError, match="int.* has no rule"):
         Larger(model="none")
 
 

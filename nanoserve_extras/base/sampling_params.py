@@ -4,6 +4,18 @@ from nanoserve import config as plain
 from nanoserve_extras.base.vllm import takes_vllms_words
 
 
+def with_ids(biases: dict) -> dict:
+    """JSON has only texts as keys: as in vLLM's server, "5" is token 5. Raises `ValueError` for a
+    token that comes twice."""
+    kept: dict = {}
+    for key, bias in biases.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if token_id in kept:
+            raise ValueError(f"logit_bias must have each token once, got {key!r} in {biases!r:.80}")
+        kept[token_id] = bias
+    return kept
+
+
 @takes_vllms_words("SamplingParams", "SamplingParams")
 class SamplingParams(plain.SamplingParams):
     """As the plain engine's, without a field more."""
@@ -16,6 +28,8 @@ class SamplingParams(plain.SamplingParams):
             given = getattr(self, name)
             if isinstance(given, bool):
                 setattr(self, name, int(given) or None)
+        if isinstance(self.logit_bias, dict):
+            self.logit_bias = with_ids(self.logit_bias)
         super().__post_init__()
         for name in ("seed", "thinking_token_budget"):  # -1 is None
             if getattr(self, name) == -1:

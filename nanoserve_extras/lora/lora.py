@@ -25,10 +25,11 @@ import hashlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Annotated
 
 import regex
 import torch
@@ -45,7 +46,7 @@ from nanoserve.model import Decoder
 from nanoserve.model_config import read_json
 from nanoserve.parallel import CHECKPOINT_DTYPES, HEAD
 from nanoserve.request import Request
-from nanoserve.rules import option
+from nanoserve.rules import Count, Text
 from nanoserve.sequence import CacheEntry, Step
 from nanoserve.turns import ctrl_c_held
 from nanoserve_extras.base.facts import Fact
@@ -82,9 +83,9 @@ class LoRARequest:
     format. Raises `ValueError` for a wrong field.
     """
 
-    lora_name: str = option(MISSING, rules.TEXT)
-    lora_int_id: int = option(MISSING, rules.COUNT)
-    lora_path: str = option(MISSING, ADAPTER_FOLDER)
+    lora_name: Text
+    lora_int_id: Count
+    lora_path: Annotated[str, ADAPTER_FOLDER]
 
     def __post_init__(self):
         rules.check_fields(self)

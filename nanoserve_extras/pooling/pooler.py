@@ -23,7 +23,7 @@ Only rank 0 pools: each rank has the hidden states, and the others need not know
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from nanoserve import rules
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
 from nanoserve.model_config import read_json
-from nanoserve.rules import option
+from nanoserve.rules import Count, Flag, Text
 from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.engine_args import PoolingOptions
@@ -62,10 +62,10 @@ SIMILARITIES = {
 class PoolerConfig:
     """How a model pools, where its files don't say it or are to be overruled."""
 
-    pooling_type: str | None = option(None, POOLING_TYPE)  # None: what the files say, else LAST
-    use_activation: bool | None = option(None, rules.FLAG)  # None: as the model is meant
-    dimensions: int | None = option(None, rules.COUNT)  # an embedding's, if a request names none
-    task: str | None = option(None, rules.TEXT)  # a request's, if it names none
+    pooling_type: Annotated[str, POOLING_TYPE] | None = None  # None: what the files say, else LAST
+    use_activation: Flag | None = None  # None: as the model is meant
+    dimensions: Count | None = None  # an embedding's, if a request names none
+    task: Text | None = None  # a request's, if it names none
 
     def __post_init__(self):
         rules.check_fields(self)

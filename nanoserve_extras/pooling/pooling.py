@@ -23,7 +23,7 @@ Names are vLLM's (`PoolingParams`, `pooling_task`).
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from tokenizers import normalizers
@@ -34,7 +34,7 @@ from nanoserve.engine import no_numbers
 from nanoserve.hooks import Extra
 from nanoserve.inputs import one_for_each
 from nanoserve.progress import say
-from nanoserve.rules import option
+from nanoserve.rules import Count, Flag, Text
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve_extras.base.config_files import ModelConfig
 from nanoserve_extras.base.facts import Fact
@@ -49,7 +49,7 @@ from nanoserve_extras.pooling.sentence_files import too_long
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
 LENGTH = rules.Rule("a whole number of at least 1, or -1: as many tokens as fit",
-                    lambda count: count if count == -1 else rules.COUNT.keep(count))
+                    lambda count: count if count == -1 else rules.rule_of(Count).keep(count))
 SIDE = rules.choice("left", "right")
 
 
@@ -58,12 +58,12 @@ SIDE = rules.choice("left", "right")
 class PoolingParams:
     """What one request asks for. Raises `ValueError` naming the field."""
 
-    use_activation: bool | None = option(None, rules.FLAG)  # None: the model's default
-    dimensions: int | None = option(None, rules.COUNT)  # Matryoshka: the embedding's first numbers
-    truncate_prompt_tokens: int | None = option(None, LENGTH)  # keep at most so many
-    truncation_side: str | None = option(None, SIDE)  # at which the others go; None: the pooler's
-    task: str | None = option(None, rules.TEXT)  # set by `embed`, `classify`, `score`, `encode`
-    prompt_name: str | None = option(None, rules.TEXT)  # the beginning of a text
+    use_activation: Flag | None = None  # None: the model's default
+    dimensions: Count | None = None  # Matryoshka: the embedding's first numbers
+    truncate_prompt_tokens: Annotated[int, LENGTH] | None = None  # keep at most so many
+    truncation_side: Annotated[str, SIDE] | None = None  # where the others go; None: the pooler's
+    task: Text | None = None  # set by `embed`, `classify`, `score`, `encode`
+    prompt_name: Text | None = None  # the beginning of a text
 
     def __post_init__(self):
         rules.check_fields(self)

@@ -23,7 +23,7 @@ value and the remedy. So a field that no record has is refused, too: it may chan
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from torch import nn
 from nanoserve import rules
 from nanoserve.loader import inside
 from nanoserve.model_config import read_json
-from nanoserve.rules import ANYTHING, Rule, only_if, option
+from nanoserve.rules import Anything, Count, Flag, Rule, Size, Text, only_if
 from nanoserve_extras.base.weight_files import stored_tensors
 from nanoserve_extras.base.words import in_words
 
@@ -93,6 +93,7 @@ def parts(names: str, remedy: str) -> Rule:
         for name, part in whole.keep(given).items()})
 
 
+MODES = Rule(f"one or more of {', '.join(POOLING_TYPES)}", keep_modes)
 FUNCTION = Rule(f"torch.nn.modules.activation. and one of {', '.join(FUNCTIONS)}", keep_function)
 PER_TOKEN = nothing("a model with a vector for each token (ColBERT) is not supported")
 TENSOR = rules.choice(TOKENS, VECTOR, SCORES)
@@ -123,17 +124,17 @@ class Record:
 
 @dataclass(kw_only=True)
 class PoolingFile(Record):
-    pooling_mode: Any = option(None, Rule(f"one or more of {', '.join(POOLING_TYPES)}", keep_modes))
+    pooling_mode: Annotated[Any, MODES] | None = None
     # Until version 5.3; several of them are joined in this order.
-    pooling_mode_cls_token: bool | None = option(None, rules.FLAG)
-    pooling_mode_max_tokens: bool | None = option(None, rules.FLAG)
-    pooling_mode_mean_tokens: bool | None = option(None, rules.FLAG)
-    pooling_mode_mean_sqrt_len_tokens: bool | None = option(None, rules.FLAG)
-    pooling_mode_weightedmean_tokens: bool | None = option(None, rules.FLAG)
-    pooling_mode_lasttoken: bool | None = option(None, rules.FLAG)
-    include_prompt: bool = option(True, rules.FLAG)
-    embedding_dimension: Any = option(None, ANYTHING)  # the width is the network's
-    word_embedding_dimension: Any = option(None, ANYTHING)  # its older name
+    pooling_mode_cls_token: Flag | None = None
+    pooling_mode_max_tokens: Flag | None = None
+    pooling_mode_mean_tokens: Flag | None = None
+    pooling_mode_mean_sqrt_len_tokens: Flag | None = None
+    pooling_mode_weightedmean_tokens: Flag | None = None
+    pooling_mode_lasttoken: Flag | None = None
+    include_prompt: Flag = True
+    embedding_dimension: Anything = None  # the width is the network's
+    word_embedding_dimension: Anything = None  # its older name
 
     def types(self) -> tuple[str, ...]:
         older = tuple(kind for mode, kind in POOLING_TYPES.items() if any(
@@ -143,69 +144,69 @@ class PoolingFile(Record):
 
 @dataclass(kw_only=True)
 class DenseFile(Record):
-    in_features: int = option(0, rules.COUNT)
-    out_features: int = option(0, rules.COUNT)
-    bias: bool = option(True, rules.FLAG)
-    activation_function: Any = option("torch.nn.modules.activation.Tanh", FUNCTION)
-    module_input_name: str = option(VECTOR, TENSOR)
-    module_output_name: str | None = option(None, TENSOR)
-    use_residual: bool = option(False, rules.FLAG)
+    in_features: Count = 0
+    out_features: Count = 0
+    bias: Flag = True
+    activation_function: Annotated[Any, FUNCTION] = "torch.nn.modules.activation.Tanh"
+    module_input_name: Annotated[str, TENSOR] = VECTOR
+    module_output_name: Annotated[str, TENSOR] | None = None
+    use_residual: Flag = False
 
 
 @dataclass(kw_only=True)
 class NormalizeFile(Record):
-    module_input_name: str = option(VECTOR, TENSOR)
-    module_output_name: str | None = option(None, TENSOR)
+    module_input_name: Annotated[str, TENSOR] = VECTOR
+    module_output_name: Annotated[str, TENSOR] | None = None
 
 
 @dataclass(kw_only=True)
 class LayerNormFile(Record):
-    dimension: int = option(0, rules.COUNT)
+    dimension: Count = 0
     module_input_name = VECTOR
     module_output_name = None
 
 
 @dataclass(kw_only=True)
 class DropoutFile(Record):
-    dropout: Any = option(None, ANYTHING)  # nothing is dropped outside of training
+    dropout: Anything = None  # nothing is dropped outside of training
 
 
 @dataclass(kw_only=True)
 class LogitScoreFile(Record):
-    true_token_id: int = option(-1, rules.TOKEN_ID)
-    false_token_id: int | None = option(None, rules.TOKEN_ID)
-    module_input_name: str = option(LOGITS, rules.choice(LOGITS))
+    true_token_id: Size = -1
+    false_token_id: Size | None = None
+    module_input_name: Annotated[str, rules.choice(LOGITS)] = LOGITS
 
 
 @dataclass(kw_only=True)
 class TransformerFile(Record):
-    transformer_task: str = option("feature-extraction", rules.choice(*TASKS))
-    modality_config: dict | None = option(None, rules.instance(dict, "a dict"))
-    module_output_name: str | None = option(None, rules.choice(TOKENS, SCORES, LOGITS))
-    max_seq_length: int | None = option(None, rules.COUNT)
-    do_lower_case: bool | None = option(None, rules.FLAG)
-    processing_kwargs: dict | None = option(None, parts("text, common, chat_template", "else the "
-                                                        "texts would be read in another way"))
-    query_length: None = option(None, PER_TOKEN)
-    document_length: None = option(None, PER_TOKEN)
-    query_expansion: None = option(None, PER_TOKEN)
-    unpad_inputs: Any = option(None, ANYTHING)  # nothing is padded here
-    tokenizer_name_or_path: None = option(None, nothing("name it with tokenizer="))
+    transformer_task: Annotated[str, rules.choice(*TASKS)] = "feature-extraction"
+    modality_config: Annotated[dict, rules.instance(dict, "a dict")] | None = None
+    module_output_name: Annotated[str, rules.choice(TOKENS, SCORES, LOGITS)] | None = None
+    max_seq_length: Count | None = None
+    do_lower_case: Flag | None = None
+    processing_kwargs: Annotated[dict, parts(
+        "text, common, chat_template", "else the texts would be read in another way")] | None = None
+    query_length: Annotated[None, PER_TOKEN] = None
+    document_length: Annotated[None, PER_TOKEN] = None
+    query_expansion: Annotated[None, PER_TOKEN] = None
+    unpad_inputs: Anything = None  # nothing is padded here
+    tokenizer_name_or_path: Annotated[None, nothing("name it with tokenizer=")] = None
     # Arguments for transformers, by their older and newer names.
-    tokenizer_args: dict | None = option(None, only(
+    tokenizer_args: Annotated[dict, only(
         "model_max_length, padding_side, use_fast, trust_remote_code", "write it into "
-        "tokenizer_config.json"))
-    processor_kwargs: dict | None = option(None, only(
+        "tokenizer_config.json")] | None = None
+    processor_kwargs: Annotated[dict, only(
         "model_max_length, padding_side, use_fast, trust_remote_code", "write it into "
-        "tokenizer_config.json"))
-    model_args: dict | None = option(None, only(
+        "tokenizer_config.json")] | None = None
+    model_args: Annotated[dict, only(
         "dtype, torch_dtype, attn_implementation, device_map, trust_remote_code, use_safetensors",
-        "write it into config.json"))  # the option dtype says how numbers are stored
-    model_kwargs: dict | None = option(None, only(
+        "write it into config.json")] | None = None  # the option dtype says how numbers are stored
+    model_kwargs: Annotated[dict, only(
         "dtype, torch_dtype, attn_implementation, device_map, trust_remote_code, use_safetensors",
-        "write it into config.json"))
-    config_args: dict | None = option(None, only("trust_remote_code", "use hf_overrides="))
-    config_kwargs: dict | None = option(None, only("trust_remote_code", "use hf_overrides="))
+        "write it into config.json")] | None = None
+    config_args: Annotated[dict, only("trust_remote_code", "use hf_overrides=")] | None = None
+    config_kwargs: Annotated[dict, only("trust_remote_code", "use hf_overrides=")] | None = None
 
     def check(self) -> None:
         made, output = TASKS[self.transformer_task]
@@ -228,9 +229,9 @@ class TransformerFile(Record):
         if {"max_length", "truncation"} & set(self.template or {}):
             raise ValueError(f"processing_kwargs: chat_template={self.template!r:.120}: max_length "
                              "and truncation must stand in its entry text")
-        rules.checked("chat_template: restore_suffix", rules.FLAG, self.restores_suffix)
+        rules.checked("chat_template: restore_suffix", rules.rule_of(Flag), self.restores_suffix)
         if self.longest is not None:
-            rules.checked("model_max_length", rules.COUNT, self.longest)
+            rules.checked("model_max_length", rules.rule_of(Count), self.longest)
 
     @property
     def reading(self) -> dict:
@@ -267,39 +268,39 @@ class TransformerFile(Record):
 class ProcessingFile(Record):
     """The tokenizer's arguments: `processing_kwargs` of sentence_bert_config.json."""
 
-    max_length: int | None = option(None, rules.COUNT)
-    truncation: Any = option(True, rules.choice(True, "longest_first"))
-    padding: Any = option(None, ANYTHING)  # nothing is padded here
-    pad_to_multiple_of: Any = option(None, ANYTHING)
-    padding_side: Any = option(None, ANYTHING)
-    return_tensors: Any = option(None, ANYTHING)
-    return_attention_mask: Any = option(None, ANYTHING)
-    logits_to_keep: Any = option(None, ANYTHING)  # of a generator's logits the last are read
-    add_special_tokens: bool = option(True, rules.choice(True))
+    max_length: Count | None = None
+    truncation: Annotated[Any, rules.choice(True, "longest_first")] = True
+    padding: Anything = None  # nothing is padded here
+    pad_to_multiple_of: Anything = None
+    padding_side: Anything = None
+    return_tensors: Anything = None
+    return_attention_mask: Anything = None
+    logits_to_keep: Anything = None  # of a generator's logits the last are read
+    add_special_tokens: Annotated[bool, rules.choice(True)] = True
 
 
 @dataclass(kw_only=True)
 class ModelFile(Record):
     """config_sentence_transformers.json"""
 
-    model_type: str = option("SentenceTransformer", Rule(
+    model_type: Annotated[str, Rule(
         "SentenceTransformer or CrossEncoder (a SparseEncoder's vectors, and a MultiVectorEncoder's"
         " or ColBERT's, one for each token, are not supported)",
-        rules.choice("SentenceTransformer", "CrossEncoder").keep))
-    prompts: dict | None = option(None, Rule("a dict with a text for each name", keep_prompts))
-    default_prompt_name: str | None = option(None, rules.TEXT)
-    similarity_fn_name: str | None = option(
-        None, rules.choice("cosine", "dot", "euclidean", "manhattan"))
-    truncate_dim: int | None = option(None, rules.COUNT)
-    activation_fn: Any = option(None, FUNCTION)
-    keep_in_fp32_modules: list | None = option(None, Rule(  # heads compute in float32 anyway
+        rules.choice("SentenceTransformer", "CrossEncoder").keep)] = "SentenceTransformer"
+    prompts: Annotated[dict, Rule("a dict with a text for each name", keep_prompts)] | None = None
+    default_prompt_name: Text | None = None
+    similarity_fn_name: Annotated[
+        str, rules.choice("cosine", "dot", "euclidean", "manhattan")] | None = None
+    truncate_dim: Count | None = None
+    activation_fn: Annotated[Any, FUNCTION] | None = None
+    keep_in_fp32_modules: Annotated[list, Rule(  # heads compute in float32 anyway
         "a list of modules behind the network, or of its head (for the others use dtype='float32', "
         "and take the field out of the file)",
         lambda names: only_if(isinstance(names, list) and not any(
             str(name).startswith("0.") and not str(name).startswith(
-                ("0.model.score", "0.model.classifier")) for name in names), names)))
-    requirements: Any = option(None, ANYTHING)  # which versions of packages its author wants
-    __version__: Any = option(None, ANYTHING)  # of those that wrote the file
+                ("0.model.score", "0.model.classifier")) for name in names), names))] | None = None
+    requirements: Anything = None  # which versions of packages its author wants
+    __version__: Anything = None  # of those that wrote the file
 
     def check(self) -> None:
         if self.default_prompt_name and self.default_prompt_name not in (self.prompts or {}):
@@ -311,8 +312,8 @@ class ModelFile(Record):
 class RerankerEntry(Record):
     """`sentence_transformers` in config.json, until version 5.3"""
 
-    activation_fn: Any = option(None, FUNCTION)
-    version: Any = option(None, ANYTHING)
+    activation_fn: Annotated[Any, FUNCTION] | None = None
+    version: Anything = None
 
 
 # ---------------------------------------------------------- modules that follow the network

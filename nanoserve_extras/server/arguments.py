@@ -12,8 +12,9 @@ import json
 import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from nanoserve.rules import rule_of
 from nanoserve_extras.base.command import DashedParser
 from nanoserve_extras.base.vllm import nearest
 from nanoserve_extras.engine_args import EngineArgs
@@ -80,17 +81,24 @@ def _how_to_read(field: Field) -> dict:
     """argparse's arguments for one option. The rule's words are its help; values are checked where
     offline ones are."""
     assert field.default is not MISSING, f"{field.name} needs a default"
-    must = field.metadata["rule"].must.replace("%", "%%")
+    must = rule_of(field.type).must.replace("%", "%%")
     reader = dict(default=field.default, help=must or "see the class of this name")
-    kind = str(field.type if isinstance(field.type, str) else getattr(
-        field.type, "__name__", field.type))
-    if "bool" in kind:
+    kinds = types_of(field.type)
+    if bool in kinds:
         return reader | dict(action=argparse.BooleanOptionalAction)
-    for name, read in (("dict", json_object), ("object", json_object), ("int", whole),
-                       ("float", float)):
-        if name in kind:
-            return reader | dict(type=read, metavar=name.upper().replace("OBJECT", "JSON"))
+    for kind, read, metavar in ((dict, json_object, "DICT"), (Any, json_object, "JSON"),
+                                (int, whole, "INT"), (float, float, "FLOAT")):
+        if kind in kinds:
+            return reader | dict(type=read, metavar=metavar)
     return reader | dict(metavar="TEXT")
+
+
+def types_of(kind: Any) -> set:
+    """The types in a field's type: those of `Annotated[dict | list, ...] | None` are three."""
+    if hasattr(kind, "__metadata__"):
+        return types_of(kind.__origin__)
+    parts = get_args(kind)
+    return set().union(*map(types_of, parts)) if parts else {kind}
 
 
 def whole(text: str) -> int:

@@ -30,6 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from nanoserve.config import RequestOutputKind, SamplingParams
+from nanoserve.rules import rule_of
 from nanoserve_extras.base.vllm import nearest
 from nanoserve_extras.server.errors import TOO_LONG, BadRequest
 from nanoserve_extras.server.vllm import ROWS
@@ -203,7 +204,7 @@ SERVED = [one for one in fields(SamplingParams) if one.name not in OFFLINE]
 OF_CHOICES = {"n", "logprobs", "prompt_logprobs"}  # one message has no place for them
 # A body with a field for each, to be left out or null. The rule's words are for the page `/docs`.
 Sampling = create_model("Sampling", __base__=Body, **{
-    one.name: (one.type | None, Field(None, description=one.metadata["rule"].must))
+    one.name: (one.type | None, Field(None, description=rule_of(one.type).must))
     for one in SERVED if one.name not in OF_CHOICES})
 
 

@@ -27,7 +27,7 @@ import weakref
 from collections import ChainMap
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -35,7 +35,6 @@ from nanoserve import rules
 from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.request import Request
-from nanoserve.rules import option
 from nanoserve.sequence import Sequence
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.plan import Plan
@@ -49,8 +48,8 @@ MAX_RULES = 1_000  # in EBNF: the library's translation takes the square of it
 SCHEMA = rules.instance((str, dict), "a JSON schema, as a dict or as text")
 REGEX = rules.instance(str, "a regular expression")
 GRAMMAR = rules.instance(str, "a grammar, Lark's or EBNF")
-FLAG = rules.instance(bool, "True or False")
-CHOICE = rules.list_of(rules.TEXT, "a list of non-empty texts", 1)
+Flag = Annotated[bool, rules.instance(bool, "True or False")]
+CHOICE = rules.list_of(rules.keep_text, "a list of non-empty texts", 1)
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # How JSON is written: as Python's json.dumps does it. A grammar that leaves white space open lets
 # small models write spaces for ever. A schema may say otherwise, by its own "x-guidance".
@@ -65,12 +64,12 @@ class StructuredOutputsParams:
     """What the output must be: exactly one of these, and what a schema may leave open. The names
     are vLLM's. Raises `ValueError`."""
 
-    json: str | dict | None = option(None, SCHEMA)
-    regex: str | None = option(None, REGEX)  # the whole output matches it
-    choice: list[str] | None = option(None, CHOICE)  # one of these texts
-    grammar: str | None = option(None, GRAMMAR)  # Lark's, with llguidance's extensions; or EBNF
-    json_object: bool | None = option(None, FLAG)  # any JSON object
-    disable_additional_properties: bool = option(True, FLAG)  # False: any other keys, too
+    json: Annotated[str | dict, SCHEMA] | None = None
+    regex: Annotated[str, REGEX] | None = None  # the whole output matches it
+    choice: Annotated[list[str], CHOICE] | None = None  # one of these texts
+    grammar: Annotated[str, GRAMMAR] | None = None  # Lark's, with llguidance's extensions; or EBNF
+    json_object: Flag | None = None  # any JSON object
+    disable_additional_properties: Flag = True  # False: any other keys, too
 
     def __post_init__(self):
         # json_object=False asks for nothing, as None does; an empty schema allows any JSON value.
