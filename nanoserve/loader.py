@@ -4,9 +4,9 @@ A model is named by a folder, a hub id such as "Qwen/Qwen3-0.6B", or a bundled o
 wherever the package is installed). For a hub id, `huggingface_hub` fetches the files that an engine
 reads, and keeps them, so that later starts work offline.
 
-A checkpoint is one `model.safetensors`, or several shards with an index that says which tensor lies
-in which file. A file is mapped, so loading needs the model's size and one tensor, never two models;
-with tensor parallelism each rank copies from each tensor the share that is its own.
+A checkpoint is one `model.safetensors`, or several shards. A file is mapped, so loading needs the
+model's size and one tensor, never two models; with tensor parallelism each rank copies from each
+tensor the share that is its own.
 
 A layer says itself which tensors fill it: `tensors(path)` yields their names, each with a function
 that copies what belongs there (layers.py). Names are those that most checkpoints use; the dialects
@@ -15,7 +15,6 @@ of the others are translated here:
     model.layers.0.self_attn.k_proj.weight         layers.0.self_attn.k_proj.weight
     model.language_model.layers.0...               layers.0...         (text beside towers)
     ...block_sparse_moe.experts.3.w1.weight        ...mlp.experts.3.gate_proj.weight     (Mixtral)
-    ...mlp.experts.down_proj                       ...mlp.experts.3.down_proj.weight     (in memory)
 
 Invariant: **every part of every parameter is written exactly once.** A tensor that has no place, a
 place that gets no tensor, and a tensor that comes twice are errors that name the tensor. Engines
@@ -31,8 +30,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanoserve.model_config import read_json
-
 BUNDLED = Path(__file__).parent / "assets"
 TEXTS, WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja"], ["*.safetensors"]
 CODE = ["*.py", "*.tiktoken"]  # for `trust_remote_code`: code, and its vocabularies
@@ -43,9 +40,8 @@ DIALECTS = [(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", ""),
             (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
             (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
             (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj.")]
-# All experts of a layer in two tensors, as in the memory of transformers 5 and of trainers.
-JOINED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 ROPE_TABLE = "rotary_emb.inv_freq"  # a buffer in older files, which follows from config.json
+TIED = ("embed_tokens.weight", "lm_head.weight")  # with tied weights two names of one matrix
 DUMMY_NUMBERS = 2 ** 20 + 7  # random ones, then repeated; odd, so that a matrix's rows differ
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with its file and name
 
@@ -88,61 +84,29 @@ def fetch(name: str, option: str, patterns: list[str], revision: str | None = No
 # ------------------------------------------------------------ files to tensors
 
 
-def find_weights(model: nn.Module, folder: Path, load_format: str = "auto",
-                 given: Tensors | None = None) -> Tensors:
-    """The tensors that fill a network: `given`, or those in its folder."""
-    if given is not None:
-        return given
-    if load_format == "pt":
-        raise ValueError("load_format='pt': nanoserve_extras, which reads pickled weights, is not "
-                         "there")
-    return stored_tensors(folder)
-
-
-def stored_tensors(folder: Path) -> Tensors:
+def stored_tensors(folder: Path, load_format: str = "auto") -> Tensors:
     """All tensors of a checkpoint with their files, one in memory at a time.
 
     The file is mapped, not read: a tensor's pages come from the disk when it is copied into its
     place, and the system may drop them again at once. Raises `ValueError` naming the file.
     """
-    files = weight_files(folder, "model.safetensors", "*.safetensors")
+    if load_format == "pt":
+        raise ValueError("load_format='pt': nanoserve_extras, which reads pickled weights, is not "
+                         "there")
+    files = weight_files(folder)
     if not files:
         raise ValueError(f"{folder} holds no *.safetensors file: check the path, or convert the "
                          "checkpoint (load_format='dummy' runs on random weights)")
     return read_safetensors(files)
 
 
-def weight_files(folder: Path, single: str, pattern: str) -> list[Path]:
-    """The files named by an index, or else the one file, or else every file of the pattern.
-
-    In this order, because some folders hold the same weights twice, in another format's shards.
-    """
-    if (index := folder / f"{single}.index.json").exists():
-        return files_of(index)
-    if (folder / single).exists():
-        return [folder / single]
-    return sorted(folder.glob(pattern))
-
-
-def files_of(index: Path) -> list[Path]:
-    """The files that an index names; they must be there, in its folder."""
-    weight_map = read_json(index).get("weight_map")
-    if not weight_map or not isinstance(weight_map, dict):
-        raise ValueError(f"{index} has no readable weight_map, got {weight_map!r:.80}")
-    files = [inside(index.parent, str(name)) for name in sorted({*map(str, weight_map.values())})]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{index} names a file that does not exist: {file.name}")
-    return files
-
-
-def inside(folder: Path, name: str) -> Path:
-    """What a file of the folder names. Raises `ValueError` unless its path stays in the folder. A
-    link there may lead out: the hub's cache is made of links."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{folder}: {str(name)!r} is named by one of its files and lies outside "
-                         "of it: only files in the folder are read")
-    return folder / name
+def weight_files(folder: Path) -> list[Path]:
+    """One file, or its shards. In this order, because a folder may hold the same weights twice: in
+    a second file (Mistral's "consolidated"), or in another format's shards."""
+    for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
+        if files := sorted(folder.glob(pattern)):
+            return files
+    return []
 
 
 def read_safetensors(files: Iterable[Path]) -> Tensors:
@@ -161,62 +125,55 @@ def read_safetensors(files: Iterable[Path]) -> Tensors:
 def load_weights(model: nn.Module, tensors: Tensors, source: Path) -> None:
     """Fill a `Decoder`, or a network with its `config` and `unused`. source: for messages.
 
+    `missing` begins with every tensor that the model needs, and each tensor that is read is removed
+    from it. A tensor that is not in it is left over, or comes twice; what remains in it at the end
+    is missing from the files. A decoder layer is packed when its last tensor has come.
+
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
-    places, tied_head = Places(model), None
-    for file, name, tensor in apart(tensors):
+    missing = expected_tensors(model)
+    num_left = Counter(map(layer_of, missing))
+    tied = None  # the matrix that is embedding and head
+    for file, name, tensor in tensors:
         known = translated(name)
         is_rope_table = known.endswith(ROPE_TABLE) and tensor.dim() == 1
         if is_rope_table or known.startswith(model.unused):
             continue
-        if known == "lm_head.weight" and model.config.tie_word_embeddings:
-            tied_head = file, tensor  # compared last: by then the embedding has come
-        else:
-            places.fill(file, name, tensor)
-    if tied_head is not None and "embed_tokens.weight" in places.missing:
-        places.fill(tied_head[0], "embed_tokens.weight", tied_head[1])  # stored by this name alone
-    places.check_all_filled(source)
-    if tied_head is not None:
-        check_tied(model, *tied_head)
-    finish(module for path, module in model.named_modules() if not block_of(path))
-
-
-class Places:
-    """The places of a model's tensors.
-
-    `missing` begins with every tensor that the model needs, and each tensor that is read is removed
-    from it. A tensor that is not in it is left over, or comes twice; what remains in it at the end
-    is missing from the files.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.missing = expected_tensors(model)
-        self.num_left = Counter(map(block_of, self.missing))  # missing tensors by `block_of`
-
-    def fill(self, file: Path, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to its place. If it was a decoder layer's last one, the layer is packed."""
-        known = translated(name)
-        if known not in self.missing:
+        if known in TIED and model.config.tie_word_embeddings:
+            if tied is not None:
+                check_tied(file, tied, tensor)
+                continue
+            known, tied = TIED[0], tensor
+        if known not in missing:
             raise ValueError(f"{file}: the tensor {name} has no place in "
-                             f"{self.model.config.architecture} with this config.json, or comes "
-                             "twice")
+                             f"{model.config.architecture} with this config.json, or comes twice")
         try:
-            self.missing.pop(known)(tensor)
+            missing.pop(known)(tensor)
         except ValueError as error:
-            raise ValueError(f"{file}: the tensor {name} can't fill its place in the network "
-                             f"of config.json: {error}") from None
-        layer = block_of(known)
-        self.num_left[layer] -= 1
-        if layer and not self.num_left[layer]:
-            finish(self.model.get_submodule(layer).modules())
+            raise ValueError(f"{file}: the tensor {name} can't fill its place in the network of "
+                             f"config.json: {error}") from None
+        layer = layer_of(known)
+        num_left[layer] -= 1
+        if layer and not num_left[layer]:
+            finish(model.get_submodule(layer).modules())
+    check_all_filled(missing, source)
+    finish(module for path, module in model.named_modules() if not layer_of(path))
 
-    def check_all_filled(self, source: Path) -> None:
-        if self.missing:
-            names = sorted(name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
-                           for name in self.missing)
-            raise ValueError(f"{source}: {len(names)} tensors are missing from the checkpoint: "
-                             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
+
+def check_tied(file: Path, one: torch.Tensor, other: torch.Tensor) -> None:
+    """A head that is stored beside the embedding must equal it. One that differs was trained on its
+    own, although config.json says that it's tied: without it the text is fluent but wrong."""
+    if one.shape != other.shape or not torch.equal(one.to(other), other):
+        raise ValueError(f"{file}: lm_head.weight is not the embedding, although config.json says "
+                         "tie_word_embeddings: set that to false, hf_overrides will do")
+
+
+def check_all_filled(missing: Iterable[str], source: Path) -> None:
+    names = sorted(name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
+                   for name in missing)
+    if names:
+        raise ValueError(f"{source}: {len(names)} tensors are missing from the checkpoint: "
+                         f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
 
 
 def expected_tensors(model: nn.Module) -> dict[str, Callable[[torch.Tensor], None]]:
@@ -228,7 +185,7 @@ def expected_tensors(model: nn.Module) -> dict[str, Callable[[torch.Tensor], Non
     return found
 
 
-def block_of(name: str) -> str:
+def layer_of(name: str) -> str:
     """The decoder layer of a name: layers.3 for layers.3.mlp.up_proj.weight, "" outside of all."""
     found = re.match(r"layers\.\d+", name)
     return found[0] if found else ""
@@ -246,30 +203,6 @@ def translated(name: str) -> str:
     for pattern, replacement in DIALECTS:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def apart(tensors: Tensors) -> Tensors:
-    """Cut a tensor of all experts of a layer into each expert's matrices, (outputs, inputs). Other
-    tensors pass as they are."""
-    for file, name, tensor in tensors:
-        if (joined := JOINED.fullmatch(name)) is None or tensor.dim() != 3:
-            yield file, name, tensor
-            continue
-        names = joined[2].split("_")  # "gate_up": the rows of gate, then those of up
-        for i, expert in enumerate(tensor):
-            for matrix, rows in zip(names, expert.chunk(len(names)), strict=True):
-                yield file, f"{joined[1]}.{i}.{matrix}_proj.weight", rows
-
-
-def check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
-    """A stored head that equals the embedding is ignored. One that differs was trained on its own,
-    although config.json says that it's tied: without it the text is fluent but wrong."""
-    embedding = model.get_submodule("embed_tokens")
-    share = head[embedding.tokens.start:embedding.tokens.stop].to(embedding.weight)
-    if share.shape != embedding.weight.shape or (
-            not share.is_meta and not torch.equal(share, embedding.weight)):
-        raise ValueError(f"{file}: lm_head.weight is not the embedding, although config.json says "
-                         "tie_word_embeddings: set that to false, hf_overrides will do")
 
 
 # ---------------------------------------------------------- random weights

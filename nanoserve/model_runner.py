@@ -36,7 +36,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
 from nanoserve.graphs import CudaGraph
 from nanoserve.layers import Placement
-from nanoserve.loader import find_weights, load_dummy_weights, load_weights
+from nanoserve.loader import load_dummy_weights, load_weights, stored_tensors
 from nanoserve.model import Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import SOLO, Ranks
@@ -104,7 +104,7 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
-            load_weights(model, find_weights(model, folder, self.config.load_format), folder)
+            load_weights(model, stored_tensors(folder, self.config.load_format), folder)
         return model
 
     def note_caches(self) -> None:

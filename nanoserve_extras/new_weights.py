@@ -169,8 +169,7 @@ def read(weights: Weights, engine: LLMEngine,
 
 def try_names(runner: Runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill a network that has no memory: the loader checks each name and shape, and reads none of
-    the numbers. Raises `ValueError`. (A tied head is compared later, when its numbers are there.)
-    """
+    the numbers, but of a tied head that comes beside its embedding. Raises `ValueError`."""
     config, make_network = runner.model_config, runner.parts.make_network
     if make_network is not None:  # transformers keeps what it is given: tensors of one number
         make_network(runner.placement, trial=True, tensors=(

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, loader
 from nanoserve.layers import Embedding, Experts, Linear, Placement
-from nanoserve.loader import find_weights, load_weights
+from nanoserve.loader import load_weights
 from nanoserve.model import Decoder
 from nanoserve.model_config import ModelConfig
 
@@ -33,11 +33,12 @@ def empty_model(folder: Path, number: float = torch.nan, kind: type = ModelConfi
     return Decoder(kind.from_folder(folder), Filled(torch.float32, CPU, number=number))
 
 
-def load(folder: Path, find: Callable = find_weights,
+def load(folder: Path, find: Callable | None = None,
          kind: type = ModelConfig) -> dict[str, torch.Tensor]:
-    """Weights by name, as the loader leaves them. find: what reads the files."""
+    """Weights by name, as the loader leaves them. find: what reads the files, if not the engine."""
     model = empty_model(folder, kind=kind)
-    load_weights(model, find(model, folder), folder)
+    tensors = loader.stored_tensors(folder) if find is None else find(model, folder)
+    load_weights(model, tensors, folder)
     return weights_of(model)
 
 

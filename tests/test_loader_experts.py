@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from loading import CPU, INDEX, empty_model, load, stored_tensors, weights_of, without
+from loading import CPU, INDEX, load, stored_tensors, weights_of, without
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from nanoserve import loader
 from nanoserve.layers import Experts, Placement
@@ -31,24 +30,6 @@ def test_experts_in_shards_are_the_same_model(copy_of, name):
     (folder / INDEX).write_text(json.dumps(dict(weight_map=weight_map)))
     for parameter, tensor in load(folder).items():
         assert torch.equal(tensor, whole[parameter]), parameter
-
-
-def given(tensors: dict):
-    return (("given", *one) for one in tensors.items())
-
-
-@pytest.mark.parametrize("name", ["qwen3-moe-odd", "mixtral"])
-def test_experts_in_one_tensor_a_layer_are_the_same_model(checkpoints, name):
-    """transformers 5 has them so in memory: a trainer that sent its network was refused."""
-    tensors = AutoModelForCausalLM.from_pretrained(checkpoints[name]).state_dict()
-    model = empty_model(checkpoints[name])
-    load_weights(model, given(tensors), "given")
-    for parameter, tensor in load(checkpoints[name]).items():
-        assert torch.equal(tensor, weights_of(model)[parameter]), parameter
-    joined = next(key for key in tensors if key.endswith("gate_up_proj"))
-    for wrong in (tensors[joined][:-1], tensors[joined][:, 1:], tensors[joined][0]):
-        with pytest.raises(ValueError, match="experts"):
-            load_weights(empty_model(checkpoints[name]), given(tensors | {joined: wrong}), "given")
 
 
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"

@@ -8,7 +8,7 @@ import pytest
 from loading import greedy, load
 
 from nanoserve import LLM
-from nanoserve.loader import find_model, find_weights
+from nanoserve.loader import find_model, stored_tensors
 
 
 def test_a_hub_id_that_can_not_be_fetched_says_so(monkeypatch):
@@ -70,4 +70,4 @@ def test_a_folder_of_links_is_a_folder(checkpoints, tmp_path):
 
 def test_what_the_extras_read_is_not_passed_over_without_them(tmp_path):
     with pytest.raises(ValueError, match="load_format='pt'.*nanoserve_extras"):
-        find_weights(None, tmp_path, "pt")
+        stored_tensors(tmp_path, "pt")

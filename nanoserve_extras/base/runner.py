@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.loader import Tensors, find_weights, load_dummy_weights, load_weights
+from nanoserve.loader import Tensors, load_dummy_weights, load_weights
 from nanoserve.model import Decoder
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.sampler import SamplerOutput, SamplingInputs, sample
 from nanoserve.sequence import Step
+from nanoserve_extras.base.weight_files import find_weights
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,11 @@ quantised matrices, buffers of older code.
 The engine fills a network from safetensors in which each tensor has a place (nanoserve/loader.py).
 Here is what stands between other files and that loader, each a generator over (file, name, tensor):
 
-    stored_tensors     also `pytorch_model.bin`, a pickle: torch runs the part of that language that
-                       makes tensors and refuses everything else, so no file can execute anything
+    stored_tensors     the files that an index names; also `pytorch_model.bin`, a pickle: torch runs
+                       the part of that language that makes tensors and refuses everything else, so
+                       no file can execute anything
+    apart              the experts of a layer in two tensors, as in the memory of transformers 5 and
+                       of trainers, become each expert's matrices
     text_alone         without the towers of a wrapping (wrappings.py)
     assemble           weights of quantised matrices (quantization/formats.py)
     without_buffers    without what follows from config.json
@@ -28,14 +31,9 @@ from tqdm import tqdm
 
 from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
-from nanoserve.loader import (
-    Tensors,
-    expected_tensors,
-    read_safetensors,
-    translated,
-    weight_files,
-)
+from nanoserve.loader import Tensors, expected_tensors, read_safetensors, translated
 from nanoserve.progress import say
+from nanoserve_extras.base.config_files import read_json
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.wrappings import check_names, is_text
 
@@ -43,6 +41,8 @@ from nanoserve_extras.base.wrappings import check_names, is_text
 FORMATS = {"safetensors": [("model.safetensors", "*.safetensors")],
            "pt": [("pytorch_model.bin", "pytorch_model*.bin")]}
 FORMATS["auto"] = FORMATS["safetensors"] + FORMATS["pt"]
+# All experts of a layer in one tensor.
+JOINED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 # Buffers that older files carry, see `follows`.
 ROPE_TABLES = re.compile(r"(rotary\w*|rope)\.(\w*inv_freq|freqs|(cos|sin)\w*)$|\bfreqs_cis$")
 MASKS = re.compile(r"(attn|attention)\.(bias|mask|causal_mask)$")
@@ -79,7 +79,7 @@ def find_weights(model: nn.Module, folder: Path, load_format: str = "auto",
             raise ValueError(f"{folder}: the checkpoint is quantised: set quantization="
                              "'dequantize', or use the unquantised one")
         given = without_zeros(model.on.assemble(given, config.quantization), model)
-    return without_buffers(given)
+    return without_buffers(apart(given))
 
 
 # ---------------------------------------------------------------------- files
@@ -99,6 +99,39 @@ def stored_tensors(folder: Path, load_format: str = "auto",
     raise ValueError(f"{folder} holds no {patterns} file: check the path, or convert the "
                      "checkpoint (a GGUF file is named itself; load_format='dummy' runs on "
                      "random weights)")
+
+
+def weight_files(folder: Path, single: str, pattern: str) -> list[Path]:
+    """The files named by an index, or else the one file, or else every file of the pattern.
+
+    In this order, because some folders hold the same weights twice, in another format's shards.
+    """
+    if (index := folder / f"{single}.index.json").exists():
+        return files_of(index)
+    if (folder / single).exists():
+        return [folder / single]
+    return sorted(folder.glob(pattern))
+
+
+def files_of(index: Path) -> list[Path]:
+    """The files that an index names; they must be there, in its folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not weight_map or not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no readable weight_map, got {weight_map!r:.80}")
+    files = [inside(index.parent, str(name)) for name in sorted({*map(str, weight_map.values())})]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{index} names a file that does not exist: {file.name}")
+    return files
+
+
+def inside(folder: Path, name: str) -> Path:
+    """What a file of the folder names. Raises `ValueError` unless its path stays in the folder. A
+    link there may lead out: the hub's cache is made of links."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{folder}: {str(name)!r} is named by one of its files and lies outside "
+                         "of it: only files in the folder are read")
+    return folder / name
 
 
 def read_pickles(files: Iterable[Path]) -> Tensors:
@@ -146,6 +179,19 @@ def text_alone(tensors: Tensors, left_out: list[int]) -> Tensors:
             yield file, name, tensor
         else:
             left_out.append(tensor.nbytes)
+
+
+def apart(tensors: Tensors) -> Tensors:
+    """Cut a tensor of all experts of a layer into each expert's matrices, (outputs, inputs). Other
+    tensors pass as they are."""
+    for file, name, tensor in tensors:
+        if (joined := JOINED.fullmatch(name)) is None or tensor.dim() != 3:
+            yield file, name, tensor
+            continue
+        names = joined[2].split("_")  # "gate_up": the rows of gate, then those of up
+        for i, expert in enumerate(tensor):
+            for matrix, rows in zip(names, expert.chunk(len(names)), strict=True):
+                yield file, f"{joined[1]}.{i}.{matrix}_proj.weight", rows
 
 
 def without_zeros(tensors: Tensors, model: nn.Module) -> Tensors:

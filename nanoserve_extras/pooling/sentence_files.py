@@ -29,10 +29,9 @@ import torch
 from torch import nn
 
 from nanoserve import rules
-from nanoserve.loader import inside
 from nanoserve.model_config import read_json
 from nanoserve.rules import Anything, Count, Flag, Rule, Size, Text, only_if
-from nanoserve_extras.base.weight_files import stored_tensors
+from nanoserve_extras.base.weight_files import inside, stored_tensors
 from nanoserve_extras.base.words import in_words
 
 TOKENS, VECTOR, SCORES, LOGITS = ("token_embeddings", "sentence_embedding", "scores",

@@ -7,8 +7,10 @@ import re
 import pytest
 import torch
 from helpers import write_json
-from loading import greedy, stored_tensors
+from loading import INDEX, greedy, stored_tensors
 from loading import load as load_by
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from nanoserve import LLM
 from nanoserve_extras.base import weight_files
@@ -199,3 +201,58 @@ def test_a_number_that_transformers_network_would_make_nan_is_refused(copy_of):
 
     with pytest.raises(ValueError, match="NaN in torch.float32"):
         LLM(copy_of("qwen3", damaged), dtype="float32", model_impl="transformers")
+
+
+# ------------------------------------------------------------------ an index
+
+
+def test_an_index_names_the_files_and_others_are_ignored(copy_of):
+    folder = copy_of("qwen3-sharded")
+    save_file({"stray": torch.zeros(3)}, folder / "model-99999.safetensors")
+    load(folder)
+    (folder / INDEX).unlink()
+    with pytest.raises(ValueError, match="model-99999.*stray has no place"):
+        load(folder)
+
+
+FLAWS = [
+    ("qwen3-sharded", lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(),
+     f"{INDEX}.*model-00002"),
+    *(("qwen3-sharded", lambda folder, name=name: write_json(
+        folder / INDEX, weight_map={"model.norm.weight": name}), f"{name}'.*outside")
+      for name in ("../elsewhere.safetensors", "a/../../b.safetensors", "/c.bin")),
+    *(("qwen3-sharded", lambda folder, text=text: (folder / INDEX).write_text(text),
+       f"{INDEX} (has no readable weight_map|is not valid JSON|must hold)") for text in (
+           "", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a', "[" * 100_000)),
+]
+
+
+@pytest.mark.parametrize("checkpoint, change, words", FLAWS,
+                         ids=[f"{i} {words}" for i, (*_, words) in enumerate(FLAWS)])
+def test_a_broken_index_is_named(copy_of, checkpoint, change, words):
+    folder = copy_of(checkpoint)
+    change(folder)
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+# ------------------------------------------------- the experts of a layer in two tensors
+
+
+def load_given(folder, tensors: dict) -> dict:
+    named = [("given", *one) for one in tensors.items()]
+    return load_by(folder, lambda model, _: weight_files.find_weights(model, folder, given=named),
+                   ModelConfig)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe-odd", "mixtral"])
+def test_experts_in_one_tensor_a_layer_are_the_same_model(checkpoints, name):
+    """transformers 5 has them so in memory: a trainer that sent its network was refused."""
+    tensors = AutoModelForCausalLM.from_pretrained(checkpoints[name]).state_dict()
+    loaded = load_given(checkpoints[name], tensors)
+    for parameter, tensor in load(checkpoints[name]).items():
+        assert torch.equal(tensor, loaded[parameter]), parameter
+    joined = next(key for key in tensors if key.endswith("gate_up_proj"))
+    for wrong in (tensors[joined][:-1], tensors[joined][:, 1:], tensors[joined][0]):
+        with pytest.raises(ValueError, match="experts"):
+            load_given(checkpoints[name], tensors | {joined: wrong})
