@@ -2,6 +2,7 @@
 right. Each check is a run of pytest in a copy of the project.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -70,6 +71,15 @@ sys.exit(check.main(["test_loop.py"]))
                           text=True)
     assert done.returncode == 1 and "did not end within 0.5 seconds" in done.stdout, done.stderr
     assert "test_loop.py::test_a_loop" in done.stdout
+
+
+def test_other_libraries_print_nothing_at_the_end(tmp_path):
+    """nanobind listed forty lines of leaks behind "109 tests pass" where triton was imported."""
+    (tmp_path / "test_end.py").write_text(
+        "import atexit, os\ndef test_an_end():\n    atexit.register(os.write, 2, b'leaked')\n")
+    done = subprocess.run([sys.executable, "-m", "course.check", "test_end.py"], cwd=tmp_path,
+                          capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"1 tests pass.\n", b"")
 
 
 @pytest.mark.parametrize("number", [*BUGS_IN_CI, *(pytest.param(n, marks=needs_time)
