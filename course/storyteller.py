@@ -59,21 +59,28 @@ class Storyteller:
         return [(torch.zeros(*shape, *self.kv_shape), torch.zeros(*shape, *self.kv_shape))
                 for _ in range(self.num_layers)]
 
-    @torch.inference_mode()
     def __call__(self, ids, positions, attend) -> torch.Tensor:
         """Scores for what follows each token: (num_tokens, vocabulary). attend: (layer, q, k, v),
         each (num_tokens, heads, size), to q's shape."""
         self.counts.update(steps=1, tokens=len(ids), padding=list(ids).count(PADDING))
         self.counts["largest"] = max(self.counts["largest"], len(ids))
+        return self.forward(torch.tensor(ids), torch.tensor(positions), attend)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks. Here there is one: see two_ranks.py."""
+        return x
+
+    @torch.inference_mode()
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
         size = self.kv_shape[1]
-        angles = torch.tensor(positions)[:, None] / self.theta ** (torch.arange(0, size, 2) / size)
+        angles = positions[:, None] / self.theta ** (torch.arange(0, size, 2) / size)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
 
         def rope(x):  # position becomes an angle
             a, b = x.chunk(2, -1)
             return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
-        hidden = self.weights["embed_tokens"][torch.tensor(ids).clamp(min=0)]
+        hidden = self.weights["embed_tokens"][ids.clamp(min=0)]
         for layer in range(self.num_layers):
             w = {name.removeprefix(f"layers.{layer}."): one for name, one in self.weights.items()}
             x = rms_norm(hidden, w["input_layernorm"], self.eps)
@@ -81,10 +88,11 @@ class Storyteller:
                        for name in "qkv")
             q = rope(rms_norm(q, w["self_attn.q_norm"], self.eps))
             k = rope(rms_norm(k, w["self_attn.k_norm"], self.eps))
-            hidden = hidden + F.linear(attend(layer, q, k, v).flatten(1), w["self_attn.o_proj"])
+            attended = F.linear(attend(layer, q, k, v).flatten(1), w["self_attn.o_proj"])
+            hidden = hidden + self.all_reduce(attended)
             x = rms_norm(hidden, w["post_attention_layernorm"], self.eps)
             x = F.silu(F.linear(x, w["mlp.gate_proj"])) * F.linear(x, w["mlp.up_proj"])
-            hidden = hidden + F.linear(x, w["mlp.down_proj"])
+            hidden = hidden + self.all_reduce(F.linear(x, w["mlp.down_proj"]))
         return F.linear(rms_norm(hidden, self.weights["norm"], self.eps),
                         self.weights["embed_tokens"])
 

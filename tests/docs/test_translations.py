@@ -10,8 +10,8 @@ import pytest
 from pages import read
 
 pytestmark = pytest.mark.floor
-PAGES = ["README.md", "docs/start.md", *(f"course/{name}.md"
-                        for name in ("before", "from_naive", "walk", "exercises", "museum"))]
+CHAPTERS = ["before", "from_naive", "walk", "machine", "exercises", "museum"]
+PAGES = ["README.md", "docs/start.md", *(f"course/{name}.md" for name in CHAPTERS)]
 LANGUAGES = r"^\[(?:中文|English)\]\(.*\)\n"  # the link to the other page
 
 
