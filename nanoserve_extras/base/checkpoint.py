@@ -29,7 +29,7 @@ def find_folder(model: str | Path, option: str = "model", *, quantization: str |
         raise ValueError(f"{option}={model!r}: name a folder or a hub id")
     file = find("tools.gguf_files.find_file")(model, option, revision)
     if file is not None:
-        return find("tools.convert.kept")(file, quantization, option, dtype)
+        return find("tools.gguf_files.kept")(file, quantization, option, dtype)
     place = Path(model).expanduser()
     if place.exists() and not place.is_dir():
         raise ValueError(f"{option}={str(model)!r} is a file: name the folder it lies in")

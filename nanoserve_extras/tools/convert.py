@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
-from os import SEEK_END
 from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
@@ -36,10 +35,7 @@ import transformers
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-import nanoserve
-from nanoserve.build import cache_folder, digest
 from nanoserve.device import free_cpu_memory, return_freed_memory
-from nanoserve.progress import say
 from nanoserve_extras import choose
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.gguf_entries import (
@@ -49,7 +45,7 @@ from nanoserve_extras.tools.gguf_entries import (
     read_network,
     read_tokenizer,
 )
-from nanoserve_extras.tools.gguf_files import check_begin, find_file
+from nanoserve_extras.tools.gguf_files import BITS, DTYPES, check_begin, find_file
 from nanoserve_extras.tools.gguf_weights import (
     FAMILIES,
     Change,
@@ -61,13 +57,6 @@ from nanoserve_extras.tools.gguf_weights import (
 from nanoserve_extras.tools.verify import BATCHED, NEAR_TIE, run_mode, write_reference
 
 PACKAGES = ("gguf",)
-DTYPES = ("bfloat16", "float16", "float32")
-BITS = ("int8", "int4")
-# What decides how a file is converted.
-SOURCES = [Path(__file__).with_name(name) for name in (
-    "convert.py", "gguf_entries.py", "gguf_weights.py")]
-SOURCES += [Path(__file__).parent.parent / "quantization" / "quantized_linear.py"]
-LAST = 2 ** 20  # bytes that tell a file's numbers from those of another of its size
 SHARD = 2 ** 28  # bytes of weights that wait to be written
 
 
@@ -116,44 +105,15 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
     print(*report(changes), sep="\n")
 
 
-def kept(file: Path, quantization: str | None = None, option: str = "model",
-         dtype: str = "auto") -> Path:
-    """The folder that a file was converted into, or is now. A file of another content, by its size,
-    time and last numbers, is another one; so is it after an upgrade or a change of SOURCES, which
-    may have mended a conversion. quantization, dtype: the engine's; its bits are the folder's, and
-    so is a dtype that was asked for: float32 has the file's own numbers. option: where the file was
-    named. Raises `ValueError` for what can't be converted."""
-    name, cache = f"{option}={str(file)!r}", cache_folder()
-    remedy = f"nanoserve convert {file.name} FOLDER, and name the folder"
-    bits = quantization if quantization in BITS else None
-    dtype = dtype if dtype in DTYPES else DTYPES[0]
-    kind = "".join(f"-{one}" for one in (bits, dtype) if one not in (None, DTYPES[0]))
-    if cache is None:
-        raise ValueError(f"{name}: there is no cache folder of this user's own to "
-                         f"convert it into: {remedy}")
-    status = file.stat()
-    with file.open("rb") as opened:  # archives give all of their files one time
-        opened.seek(-min(status.st_size, LAST), SEEK_END)
-        last = opened.read()
-    converter = b"".join(source.read_bytes() for source in SOURCES)
-    versions = transformers.__version__, nanoserve.__version__
-    content = repr((status.st_size, status.st_mtime_ns, *versions)).encode()
-    about = digest(converter + last + content)
-    folder = cache / "gguf" / f"{file.stem}{kind}-{about}"
-    if not folder.exists():
-        say(f"{file.name} is converted into {folder}, once. For another place: {remedy}")
-        verbosity = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
-        try:
-            with redirect_stdout(sys.stderr):
-                convert(file, folder, dtype, bits)
-        except OSError as error:
-            if not folder.exists():  # else another process was faster
-                raise ValueError(f"{name} can't be converted into {folder}: {error}: "
-                                 f"{remedy}") from error
-        finally:
-            transformers.logging.set_verbosity(verbosity)
-    return folder
+def convert_for_engine(file: Path, folder: Path, dtype: str, quantization: str | None) -> None:
+    """`convert` at an engine's start: its report goes to stderr."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
+    try:
+        with redirect_stdout(sys.stderr):
+            convert(file, folder, dtype, quantization)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
 def check(file: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which GGUF file a model's name means: a path, or a file of a repository on the hub.
+"""Which GGUF file a model's name means, and the folder that it is converted into, once.
 
     FOLDER/model.gguf            a file on this machine; without the ending it is known by its
                                  first bytes (ollama keeps files by their hashes)
@@ -10,13 +10,29 @@
 model takes all of these. What is fetched stays in the cache of `huggingface_hub`, which also
 serves it without a network. A hub id alone means a checkpoint in safetensors: to look for GGUF
 files there would take a request to the hub at each start.
+
+The converter is imported when a file is converted: it needs a second that later starts save.
 """
 
 import re
 from collections.abc import Callable
+from importlib.metadata import version
+from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
+import nanoserve
+from nanoserve.build import cache_folder, digest
+from nanoserve.progress import say
+from nanoserve_extras import find
+
+DTYPES = ("bfloat16", "float16", "float32")
+BITS = ("int8", "int4")
+# What decides how a file is converted.
+SOURCES = [Path(__file__).with_name(name) for name in (
+    "convert.py", "gguf_entries.py", "gguf_weights.py")]
+SOURCES += [Path(__file__).parent.parent / "quantization" / "quantized_linear.py"]
+LAST = 2 ** 20  # bytes that tell a file's numbers from those of another of its size
 IN_REPOSITORY = re.compile(r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?"
                            r"(?P<repo>\w[\w.-]*/[\w.-]+)(?::(?P<tag>[\w.-]+)|/(?P<path>.+\.gguf))")
 OLLAMAS = re.compile(r"(?!.:)[\w.-]+:[\w.-]+")  # llama3.2:1b, and not a drive of Windows
@@ -120,3 +136,41 @@ def pick(names: list[str], tag: str, name: str) -> str:
     listed = ", ".join(sorted(found or models)[:MOST_LISTED]) or "none at all"
     raise ValueError(f"{name}: {len(found) or 'no'} GGUF files are of this quantisation: name one "
                      f"by its path, as OWNER/REPOSITORY/FILE; there are {listed}")
+
+
+def kept(file: Path, quantization: str | None = None, option: str = "model",
+         dtype: str = "auto") -> Path:
+    """The folder that a file was converted into, or is now. A file of another content, by its size,
+    time and last numbers, is another one; so is it after an upgrade or a change of SOURCES, which
+    may have mended a conversion. quantization, dtype: the engine's; its bits are the folder's, and
+    so is a dtype that was asked for: float32 has the file's own numbers. option: where the file was
+    named. Raises `ValueError` for what can't be converted."""
+    name, cache = f"{option}={str(file)!r}", cache_folder()
+    remedy = f"nanoserve convert {file.name} FOLDER, and name the folder"
+    bits = quantization if quantization in BITS else None
+    dtype = dtype if dtype in DTYPES else DTYPES[0]
+    kind = "".join(f"-{one}" for one in (bits, dtype) if one not in (None, DTYPES[0]))
+    if cache is None:
+        raise ValueError(f"{name}: there is no cache folder of this user's own to "
+                         f"convert it into: {remedy}")
+    folder = cache / "gguf" / f"{file.stem}{kind}-{digest_of(file)}"
+    if not folder.exists():
+        say(f"{file.name} is converted into {folder}, once. For another place: {remedy}")
+        try:
+            find("tools.convert.convert_for_engine")(file, folder, dtype, bits)
+        except OSError as error:
+            if not folder.exists():  # else another process was faster
+                raise ValueError(f"{name} can't be converted into {folder}: {error}: "
+                                 f"{remedy}") from error
+    return folder
+
+
+def digest_of(file: Path) -> str:
+    """Another one for another content, and for another converter."""
+    status = file.stat()
+    with file.open("rb") as opened:  # archives give all of their files one time
+        opened.seek(-min(status.st_size, LAST), SEEK_END)
+        last = opened.read()
+    converter = b"".join(source.read_bytes() for source in SOURCES)
+    versions = version("transformers"), nanoserve.__version__
+    return digest(converter + last + repr((status.st_size, status.st_mtime_ns, *versions)).encode())

@@ -12,10 +12,10 @@ def real(request, tmp_path_factory):
     """Each file in turn. What `LLM(file)` keeps goes into a folder of this run."""
     pytest.importorskip("gguf", reason="gguf is not installed: it is one of the extra 'gguf'")
     find_gguf(request.param, place := tmp_path_factory.mktemp("real"))
-    from nanoserve_extras.tools import convert
+    from nanoserve_extras.tools import gguf_files
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "cache_folder", lambda: place)
+        patch.setattr(gguf_files, "cache_folder", lambda: place)
         yield Real(request.param, place)
     shutil.rmtree(place)
 

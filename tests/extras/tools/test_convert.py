@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from nanoserve import LLM, SamplingParams
 from nanoserve.loader import stored_tensors
 from nanoserve_extras.quantization.formats import assemble
-from nanoserve_extras.tools import convert
+from nanoserve_extras.tools import convert, gguf_files
 from nanoserve_extras.tools.convert import main
 from nanoserve_extras.tools.gguf_entries import read_file
 from nanoserve_extras.tools.gguf_weights import UNPACK, in_order
@@ -295,7 +295,7 @@ def test_a_gguf_file_is_a_model_and_is_converted_once(made, tmp_path, monkeypatc
     """What its user means by LLM("x.gguf"). In float32 the numbers are the file's, otherwise
     rounded to bfloat16."""
     file, dense = made()
-    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_files, "cache_folder", lambda: tmp_path / "cache")
     expected = texts(dense)
     capfd.readouterr()
     for times in (1, 0):
@@ -317,13 +317,13 @@ def test_a_gguf_file_is_a_model_and_is_converted_once(made, tmp_path, monkeypatc
     assert texts(file) != expected
     assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 4
     (tmp_path / "mended.py").write_text("another converter")
-    monkeypatch.setattr(convert, "SOURCES", [tmp_path / "mended.py"])
+    monkeypatch.setattr(gguf_files, "SOURCES", [tmp_path / "mended.py"])
     texts(file)
     assert len([*(tmp_path / "cache" / "gguf").iterdir()]) == 5
 
 
 def test_a_gguf_file_that_can_not_be_converted_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_files, "cache_folder", lambda: tmp_path / "cache")
     with pytest.raises(ValueError, match="a.gguf': .*no such file"):
         LLM(tmp_path / "a.gguf")
     (tmp_path / "a.gguf").write_bytes(b"GGUE")
@@ -339,7 +339,7 @@ def test_a_gguf_file_that_can_not_be_converted_is_named(tmp_path, monkeypatch):
     (tmp_path / "folder.gguf").mkdir()
     with pytest.raises(ValueError, match="folder.gguf.*config.json"):
         LLM(tmp_path / "folder.gguf")
-    monkeypatch.setattr(convert, "cache_folder", lambda: None)
+    monkeypatch.setattr(gguf_files, "cache_folder", lambda: None)
     with pytest.raises(ValueError, match="nanoserve convert a.gguf FOLDER"):
         LLM(tmp_path / "a.gguf")
     with pytest.raises(ValueError, match="a GGUF file is named as the model.*got 'gguf'"):

@@ -8,7 +8,7 @@ from checkpoints import byte_tokenizer
 from test_convert import made  # noqa: F401
 
 from nanoserve import LLM, SamplingParams
-from nanoserve_extras.tools import as_vllm, convert, doctor, verify, verify_served
+from nanoserve_extras.tools import as_vllm, convert, doctor, gguf_files, verify, verify_served
 from nanoserve_extras.tools.gguf_files import find_file, pick
 
 FILES = ["README.md", "model-Q4_K_M.gguf", "model-Q4_K_S.gguf", "model-UD-Q4_K_XL.gguf",
@@ -95,7 +95,7 @@ def test_what_is_here_comes_first_and_other_names_stay_what_they_are(monkeypatch
 @pytest.fixture
 def file(made, offline, tmp_path, monkeypatch):  # noqa: F811
     """A GGUF file on the hub, as it is in the cache, and the folder of what it means."""
-    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_files, "cache_folder", lambda: tmp_path / "cache")
     path, dense = made()
     commit = offline / "models--some--one" / "snapshots" / "abc"
     shutil.copytree(path.parent, commit, ignore=lambda *_: ["dense", "hub"])
