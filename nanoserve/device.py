@@ -30,6 +30,7 @@ cache.
 """
 
 import ctypes
+import gc
 import mmap
 import os
 import sys
@@ -305,6 +306,19 @@ def return_freed_memory() -> None:
     """Return it to the system, once: a model's weights were freed, and no step needs so much."""
     with suppress(AttributeError, OSError, TypeError):  # as in keep_freed_memory
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Without Python's garbage collector, for an engine's start. There nothing becomes garbage, but
+    the collector would walk over all objects of the imported modules again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -74,9 +74,10 @@ class LLM(LLMEngine):
                  **options):
         given = hooks.checked(extras)
         asked = self.read_options(model, options)
-        asked, folder, extras = self.read_checkpoint(model, asked, given)
-        plan = self.plan(self.settle(asked), folder, extras)
-        config, runner, num_blocks = self.start_runner(plan, asked.max_model_len)
+        with device.collector_off():
+            asked, folder, extras = self.read_checkpoint(model, asked, given)
+            plan = self.plan(self.settle(asked), folder, extras)
+            config, runner, num_blocks = self.start_runner(plan, asked.max_model_len)
         inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
         super().__init__(config, runner, num_blocks, inputs, extras)
         progress.say(self.greeting(plan, num_blocks))

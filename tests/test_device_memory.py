@@ -1,6 +1,7 @@
 """How much memory there is for the KV cache, and what is said where there is too little."""
 
 import dataclasses
+import gc
 import mmap
 import platform
 import re
@@ -275,3 +276,15 @@ def test_a_gpu_by_its_number_is_the_current_one_within(monkeypatch):
     assert device == torch.device("cuda", 1) == entered.pop()
     with memory.current(device), memory.current(torch.device("cpu")):
         assert entered == [device]
+
+
+def test_the_garbage_collector_is_off_while_an_engine_starts_and_then_as_it_was():
+    for was_on in (True, False):
+        (gc.enable if was_on else gc.disable)()
+        try:
+            with pytest.raises(ValueError), memory.collector_off():
+                assert not gc.isenabled()
+                raise ValueError
+            assert gc.isenabled() is was_on
+        finally:
+            gc.enable()
