@@ -29,10 +29,11 @@ record for the cache, one for the scheduler); all options fit on one screen.
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from nanoserve.model_config import ModelConfig
 from nanoserve.rules import (
@@ -57,10 +58,29 @@ from nanoserve.rules import (
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KERNELS = ("auto", "triton", "cpu", "torch")
-POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
 MIN_TEMPERATURE = 0.01  # with less, logits / temperature overflows half precision
 MAX_TEMPERATURE = 1e30  # all tokens are equally likely then; with inf, -inf / inf would be NaN
 MAX_SAMPLES = 16384  # vLLM's bound: a request makes the sequences of all samples at once
+RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
+
+
+class Policy(NamedTuple):
+    """Who goes first. urgency: a number for a `Sequence`, asked once, when it arrives; the smallest
+    is first, and among equal ones the first that came. interrupts: whether a waiting sequence
+    preempts a running one that comes after it."""
+
+    urgency: Callable[[Any], float]
+    interrupts: bool = False
+
+
+POLICIES = {
+    "fcfs": Policy(lambda seq: 0),  # first come, first served
+    "priority": Policy(lambda seq: seq.request.priority, interrupts=True),
+    # Shortest job first, with aging: a prompt of 1,000 tokens is as urgent as one of 10 that came
+    # 0.99 seconds later. All waiting times grow at the same rate, so the order of two sequences
+    # never changes, and no sequence starves.
+    "shortest": Policy(lambda seq: seq.request.arrival_time + seq.num_prompt_tokens / RATE),
+}
 
 # ------------------------------------------------------------------- options
 
@@ -109,7 +129,7 @@ class EngineConfig(Options):
     block_size: Count = 16  # tokens per KV block
     enable_prefix_caching: Flag = True
     enable_chunked_prefill: Flag = True
-    scheduling_policy: Annotated[str, choice(*POLICIES)] = "fcfs"  # see Scheduler.order
+    scheduling_policy: Annotated[str, choice(*POLICIES)] = "fcfs"  # who goes first
     enforce_eager: Flag = False  # no CUDA graphs
     hf_overrides: Annotated[dict, instance(dict, "a dict laid over config.json")] | None = None
     # "auto": a request without parameters takes those of the checkpoint's generation_config.json;

@@ -67,7 +67,7 @@ class LLMEngine:
     def check_added(self, extra: hooks.Extra) -> None:
         """Raises `ValueError` for an extra that changes how an engine is made: this engine's
         weights, cache and buffers exist already."""
-        hooks.checked([*self.extras, extra])
+        hooks.checked([*self.extras, extra], self.config.scheduling_policy)
         if hooks.most_drafts([extra]) and self.scheduler.most_drafts is None:
             raise ValueError(f"{extra.name} drafts: it needs an engine with no overlap, and with "
                              "buffers for drafts: make the engine with extras=[...]")
@@ -93,6 +93,7 @@ class LLMEngine:
                 raise ValueError(f"{extra!r} can't be removed: it is not among llm.extras")
             self.extras.remove(extra)
             self.hooks.keep(self.extras)
+            self.scheduler.sort()  # it may have had an order
 
     # ---------------------------------------------------------- requests in
 

@@ -38,8 +38,9 @@ class Extra:
     Options: the class of its options. name: how the user names it, for messages. needs, ends: facts
     that must be true with it, and facts that are untrue with it (nanoserve_extras/base/facts.py).
     takes: the fields of a request that it honours (`request.HANDED_ON`). most_drafts: the most
-    tokens that `draft` guesses for a row. All of these are known before `prepare`. engine: a weak
-    reference to the `LLMEngine`, which holds this object; set before `attach`.
+    tokens that `draft` guesses for a row. interrupts: with `order`, whether a waiting sequence
+    preempts a running one that comes after it. All of these are known before `prepare`. engine: a
+    weak reference to the `LLMEngine`, which holds this object; set before `attach`.
     """
 
     Options: type[Options] = Options
@@ -47,6 +48,7 @@ class Extra:
     ends: frozenset = frozenset()
     takes: tuple[str, ...] = ()
     most_drafts: int = 4
+    interrupts: bool = False
     engine: Any
 
     def __init__(self, **options: Any):
@@ -89,6 +91,12 @@ class Extra:
         """Run steps of the extra's own (to save blocks, say). Called when no request is left."""
 
     # ------------------------------------------------------------------ a step is planned
+
+    def order(self, seq: Sequence) -> Any:
+        """Return how urgent a sequence is: the smallest is first, and among equal ones the first
+        that came. Called before each step for all sequences, running or waiting, in the place of
+        the option `scheduling_policy`. The answer may change from step to step; answers for two
+        sequences must be comparable."""
 
     def usable(self, seq: Sequence, hits: list) -> list:
         """Return the part of `hits` (cache entries), from the first on, that this sequence can use.
@@ -169,15 +177,21 @@ NAMES = [name for name, method in vars(Extra).items()
          if isfunction(method) and not name.startswith("_")]
 
 
-def checked(extras: Any) -> list[Extra]:
-    """The extras as a list. Raises `ValueError` for anything else, or for one that comes twice."""
+def checked(extras: Any, policy: str = "fcfs") -> list[Extra]:
+    """The extras as a list. Raises `ValueError` for anything else, for one that comes twice, and
+    for an order beside another one. policy: the option `scheduling_policy`."""
     kept: list[Extra] = []
+    orders = [] if policy == "fcfs" else [f"scheduling_policy={policy!r}"]
     for extra in extras:
         if not isinstance(extra, Extra):
             raise ValueError(f"extras must be objects that inherit from Extra, got {extra!r:.80}")
         if extra in kept:
             raise ValueError(f"{extra.name} is there already: leave the second time out")
         kept.append(extra)
+        if Hooks([extra]).order:
+            orders.append(extra.name)
+            if len(orders) > 1:
+                raise ValueError(f"{' and '.join(orders)} both say who goes first: leave one out")
     return kept
 
 
@@ -201,6 +215,7 @@ class Hooks:
     def keep(self, extras: Iterable[Extra]) -> None:
         extras = list(extras)
         self.takes = {name for one in extras for name in one.takes}
+        self.interrupts = any(one.interrupts for one in extras)
         for name in NAMES:
             inherited = vars(Extra)[name]  # it does nothing, so it is left out
             methods = [getattr(one, name) for one in extras]

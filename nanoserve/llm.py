@@ -72,7 +72,7 @@ class LLM(LLMEngine):
 
     def __init__(self, model: str | Path = BUNDLED_MODEL, *, extras: Iterable[hooks.Extra] = (),
                  **options):
-        given = hooks.checked(extras)
+        given = hooks.checked(extras, options.get("scheduling_policy", "fcfs"))
         asked = self.read_options(model, options)
         with device.collector_off():
             asked, folder, extras = self.read_checkpoint(model, asked, given)

@@ -22,17 +22,16 @@ are free at once: their next owner writes later than any step in flight.
 Not known here: torch, text, devices. Road not taken: swapping a victim's KV to the host's memory.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from operator import attrgetter
 
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig
+from nanoserve.config import POLICIES, EngineConfig
 from nanoserve.hooks import Hooks
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
-RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
 ORDER = attrgetter("order")
 
 
@@ -53,7 +52,7 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs: int = config.max_num_seqs
         self.is_chunked = config.enable_chunked_prefill
-        self.interrupts = config.scheduling_policy == "priority"
+        self.policy = POLICIES[config.scheduling_policy]
         self.in_stages = config.steps_at_once > 1  # then no sequence is in two steps at once
         self.most_drafts, self.vocab_size = most_drafts, vocab_size
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
@@ -81,23 +80,23 @@ class Scheduler:
                 f"{capacity} tokens ({self.blocks.num_blocks} blocks of {self.blocks.block_size}): "
                 "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
         self.blocks.keys(seq)
-        seq.order = self.order(seq)
+        if not self.hooks.order:  # else it has none, and comes first, until the next step
+            seq.order = self.order(seq)
         insort(self.waiting, seq, key=ORDER)
 
-    def order(self, seq: Sequence) -> tuple[float, int, int]:
-        """A new sequence's key in both queues; the smallest is first. The key is unique and never
-        changes, so a preempted sequence returns to its old position.
+    def order(self, seq: Sequence) -> tuple:
+        """A sequence's unique key in both queues; the smallest is first. The key of a policy is
+        asked for once, so a preempted sequence returns to its old position."""
+        [urgency] = self.hooks.order or [self.policy.urgency]
+        return (urgency(seq), seq.request.arrival, seq.index)
 
-        "fcfs" is first come, first served. "priority" has the lowest number first; equal
-        ones are first come, first served.
-        "shortest" is shortest job first, with aging: a prompt of 1,000 tokens is as urgent as one
-        of 10 that came 0.99 seconds later. All waiting times grow at the same rate, so the order of
-        two sequences never changes, and no sequence starves.
-        """
-        request = seq.request
-        urgency = {"fcfs": 0, "priority": request.priority,
-                   "shortest": request.arrival_time + seq.num_prompt_tokens / RATE}
-        return (urgency[self.config.scheduling_policy], request.arrival, seq.index)
+    def sort(self) -> None:
+        """Ask for the keys of all sequences anew: they may change where an extra has the order."""
+        orders = [(seq, self.order(seq)) for seq in self.running + self.waiting]
+        for seq, order in orders:  # all or, if the extra fails, none
+            seq.order = order
+        self.running.sort(key=ORDER)
+        self.waiting.sort(key=ORDER)
 
     # ----------------------------------------------------------- scheduling
 
@@ -106,7 +105,9 @@ class Scheduler:
         step = Step(self.num_steps, budget=self.max_num_batched_tokens)
         self.num_steps += 1
         self.in_flight.append(step)  # before extras are called: if one fails, the step is dropped
-        if self.interrupts:
+        if self.hooks.order:
+            self.sort()
+        if self.policy.interrupts or self.hooks.interrupts:
             self._interrupt(step)
         prompts = self._schedule_decodes(step)
         self._schedule_prompts(step, prompts)
@@ -347,7 +348,7 @@ class Scheduler:
         return []
 
     def _interrupt(self, step: Step) -> None:
-        """Policy "priority": preempt running sequences, the last first, while the first waiting one
+        """Preempt running sequences, the last first, while the first waiting one
         is earlier in the order and lacks a row or blocks. If a step in flight still computes the
         last running sequence, that one gets no share of this step, and the next call preempts it.
         """
@@ -438,9 +439,10 @@ class Scheduler:
                 seq.finish_reason, seq.stop_reason = reason, stop_reason
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        queue = self.waiting if seq.row < 0 else self.running
-        del queue[bisect_left(queue, seq.order, key=ORDER)]
-        if seq.row >= 0:
+        if seq.row < 0:
+            self.waiting.remove(seq)
+        else:
+            self.running.remove(seq)
             self._retire(seq)
 
     def drop_in_flight(self) -> None:
@@ -464,7 +466,7 @@ class Scheduler:
         """Audit the whole state, blocks included. O(everything): for tests."""
         self.blocks.check(self.running + self.waiting)
         for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=self.order), "running or waiting is out of order"
+            assert queue == sorted(queue, key=ORDER), "running or waiting is out of order"
             assert not any(seq.finish_reason for seq in queue), "an ended sequence is still queued"
         rows = [seq.row for seq in self.running] + self.free_rows
         assert sorted(rows) == list(range(self.max_num_seqs)), (

@@ -15,12 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.hooks import Extra
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence
 
 BASE = [(37 * i + 11) % 251 for i in range(30)]
 PROMPTS = [BASE[:20], BASE[:21] + [5, 6, 7], BASE[:16], BASE[:7] + [9] * 9, [65, 66, 67], BASE[:12]]
 LONGEST = 10  # output tokens
+
+
+class Changing(Extra):
+    """An order that is another one whenever a sequence has got a token."""
+
+    interrupts = True
+
+    def order(self, seq):
+        return hash((seq.seed, seq.num_tokens)) % 4
+
+
 ENGINES = [
     dict(num_gpu_blocks_override=10, block_size=4, max_num_batched_tokens=7, max_num_seqs=4),
     dict(num_gpu_blocks_override=10, block_size=4, max_num_batched_tokens=7, max_num_seqs=4,
@@ -31,7 +43,7 @@ ENGINES = [
          max_model_len=35,
          enable_chunked_prefill=False, scheduling_policy="priority"),
     dict(num_gpu_blocks_override=5, block_size=8, max_num_batched_tokens=64, max_num_seqs=8,
-         enable_prefix_caching=False, async_scheduling=True),
+         enable_prefix_caching=False, async_scheduling=True, extras=[Changing()]),
     dict(num_gpu_blocks_override=6, block_size=16, max_num_batched_tokens=64, max_num_seqs=8,
          async_scheduling=True, scheduling_policy="shortest"),
 ]

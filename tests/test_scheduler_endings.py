@@ -193,7 +193,7 @@ def test_pooled_prompts_are_preempted_for_more_urgent_ones_alone(depth):
             model="none", block_size=block_size, max_num_batched_tokens=budget,
             max_num_seqs=rng.randint(1, min(4, budget)),
             enable_prefix_caching=rng.random() < 0.7,
-            scheduling_policy=rng.choice(POLICIES)), num_blocks)
+            scheduling_policy=rng.choice([*POLICIES])), num_blocks)
         arrivals = sorted(rng.randrange(12) for _ in range(rng.randint(1, 8)))
         seqs, in_flight, now = [], [], 0
         while len(seqs) < len(arrivals) or scheduler.has_unfinished():

@@ -60,6 +60,7 @@ class Workload:
     window: int | None = None  # how many keys a query sees, its own included
     num_drafts: int = 0  # the most that are guessed for a row
     step_seconds: float = 0.01  # which policy "shortest" reckons with
+    order: str | None = None  # "changing": another order with each token; "interrupting", too
     failures: set[int] = field(default_factory=set)  # when all steps in flight are lost
     resets: set[int] = field(default_factory=set)  # when the prefix cache is to be forgotten
 
@@ -180,6 +181,9 @@ class Drive:
             max_num_seqs=workload.max_num_seqs, scheduling_policy=workload.policy,
             enable_prefix_caching=workload.caching, enable_chunked_prefill=workload.chunking),
             workload.num_blocks, workload.window, most_drafts=workload.num_drafts or None)
+        if workload.order:
+            self.scheduler.hooks.order.append(lambda seq: hash((seq.seed, seq.num_tokens)) % 4)
+            self.scheduler.hooks.interrupts = workload.order == "interrupting"
         if workload.num_drafts:
             self.scheduler.hooks.draft.append(self.guess)
         self.device = FakeDevice(self.scheduler.blocks, workload.window)
@@ -246,7 +250,7 @@ class Drive:
         for seq in seqs:
             self.scheduler.add(seq)
             self.stop_string_at[seq] = ask.stop_string_at
-            self.order[seq] = self.scheduler.order(seq)
+            self.order[seq] = seq.order
         self.samples[i] = seqs
 
     def step(self) -> None:
@@ -281,7 +285,10 @@ class Drive:
     def check(self) -> None:
         self.scheduler.check()
         for seq, order in self.order.items():
-            assert self.scheduler.order(seq) == order, f"sequence {seq.name} changed its place"
+            if self.workload.order is None:
+                assert seq.order == order, f"sequence {seq.name} changed its place"
+            else:
+                self.seen["another place"] += seq.order != order
 
     def blocks_in_flight(self) -> set[int]:
         """Those that a step in flight writes to for a sequence that has ended meanwhile."""
@@ -340,7 +347,8 @@ def workloads(draw, depth: int, drafts: tuple[int, ...] = (0,)) -> Workload:
     return Workload(
         some, num_blocks, block_size, budget, draw(st.integers(1, min(6, budget))),
         caching=draw(st.sampled_from([True, True, False])), chunking=chunking, depth=depth,
-        policy=draw(st.sampled_from(POLICIES)),
+        policy=draw(st.sampled_from([*POLICIES])),
+        order=draw(st.sampled_from([None, None, "changing", "interrupting"])),
         num_drafts=draw(st.sampled_from(drafts)),
         window=draw(st.none() | st.integers(1, 12)),
         failures=draw(st.just(set()) | st.sets(st.integers(1, 30), max_size=3)),
@@ -365,7 +373,7 @@ def test_random_workloads_of_the_scheduler(depth, drafts):
     seen["rejected"] = seen["draft"] - seen["accepted"]
     expected = ["preemption", "hit", "abort", "stop None", "stop 1", "stop ###", "length None"]
     expected += ["accepted", "rejected"] if any(drafts) else [
-        "interruption", "reset", "refused", "released"]
+        "interruption", "reset", "refused", "released", "another place"]
     if depth and not any(drafts):  # at depth 0 nothing is in flight when something else can happen
         expected += ["abort in flight", "ended in flight", "failure", "reused in flight"]
     assert all(seen[what] >= 2 for what in expected), f"too harmless: {seen}"
@@ -380,7 +388,7 @@ def test_random_workloads_of_whole_prompts_whose_steps_are_lost(depth):
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 6), st.integers(0, 3),
                               st.integers(-1, 1)), min_size=2, max_size=7),
-           st.sets(st.integers(1, 8), min_size=1, max_size=3), st.sampled_from(POLICIES))
+           st.sets(st.integers(1, 8), min_size=1, max_size=3), st.sampled_from([*POLICIES]))
     def run_one(prompts, failures, policy):
         asks = [Ask([2 + i, *FAMILIES[0][:length - 1]], count, arrival, priority)
                 for i, (length, count, arrival, priority) in enumerate(prompts)]

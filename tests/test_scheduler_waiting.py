@@ -11,7 +11,8 @@ import pytest
 from helpers import sequence
 from scheduler_by_hand import add, alone, finish_step, make, rows, run, run_step
 
-from nanoserve.config import POLICIES, SamplingParams
+from nanoserve.config import POLICIES, Policy, SamplingParams
+from nanoserve.hooks import Extra, checked
 from nanoserve.sequence import Sequence
 
 pytestmark = pytest.mark.floor
@@ -32,12 +33,12 @@ def sequences(count: int, seed: int = 0) -> list[Sequence]:
 # ----------------------------------------------------------------------- the queue
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", KEYS)
 def test_the_queue_is_in_order_whatever_comes_and_goes(policy):
     """Also for those that are preempted and wait again; without those that have ended."""
     rng, inside, outside, preempted = random.Random(5), set(), sequences(300), 0
     scheduler = make(seqs=1, num_blocks=900, scheduling_policy=policy)
-    for _ in range(1500):
+    for _ in range(600):
         action = rng.choice("add add end step".split())
         if action == "add" and outside:
             seq = outside.pop(rng.randrange(len(outside)))
@@ -55,6 +56,73 @@ def test_the_queue_is_in_order_whatever_comes_and_goes(policy):
         assert set(scheduler.waiting) | set(scheduler.running) == inside
         assert scheduler.waiting == sorted(scheduler.waiting, key=KEYS[policy])
     assert preempted or policy != "priority", "nobody made way for an urgent one"
+
+
+def test_one_whose_key_has_changed_ends_and_no_other():
+    """Whoever ends was looked for by its key: A ended, and C was gone."""
+    for seqs in (1, 3):  # waiting, and running
+        scheduler = make(seqs=seqs)
+        a, b, c = (add(scheduler, 6, 9) for _ in range(3))
+        run_step(scheduler)
+        a.order = (9, *a.order[1:])
+        scheduler.finish(a, "abort")
+        assert scheduler.running + scheduler.waiting == [b, c]
+
+
+class Reversed(Extra):
+    """Who came last goes first, but for the time in which `later` has its name."""
+
+    later = ""
+
+    def order(self, seq):
+        return seq.name == self.later, -seq.request.arrival
+
+
+def test_an_order_that_changes_is_asked_before_each_step():
+    """Those that wait and those that run. With the extra goes its order."""
+    scheduler, extra = make(seqs=2), Reversed()
+    a, b = add(scheduler, 6, 9), add(scheduler, 6, 9)
+    scheduler.hooks.keep([extra])
+    c = add(scheduler, 6, 2)
+    assert rows(run_step(scheduler)) == {"C": 6, "B": 6}
+    extra.later = "C"
+    run_step(scheduler)
+    assert scheduler.running == [b] and scheduler.waiting == [a], "C has ended"
+    d = add(scheduler, 6, 9)
+    extra.later = "D"
+    assert rows(run_step(scheduler)) == {"B": 1, "A": 6}
+    scheduler.hooks.keep([])
+    scheduler.sort()
+    assert scheduler.running == [a, b] and scheduler.waiting == [d]
+    run(scheduler)
+    assert c.output_token_ids == alone(c) and d.output_token_ids == alone(d)
+
+
+def test_an_order_interrupts_if_it_says_so():
+    for interrupts in (False, True):
+        scheduler, extra = make(seqs=1), Reversed()
+        extra.interrupts = interrupts
+        scheduler.hooks.keep([extra])
+        add(scheduler, 6, 9)
+        run_step(scheduler)
+        add(scheduler, 5, 9)
+        assert rows(run_step(scheduler)) == ({"B": 5} if interrupts else {"A": 1})
+
+
+def test_two_orders_are_one_too_many():
+    with pytest.raises(ValueError, match="Reversed and Reversed both say who goes first: leave"):
+        checked([Reversed(), Reversed()])
+    with pytest.raises(ValueError, match="scheduling_policy='priority' and Reversed both say"):
+        checked([Reversed()], "priority")
+    assert checked([Extra()], "priority") and not checked([], "priority")
+
+
+def test_a_policy_is_one_row(monkeypatch):
+    monkeypatch.setitem(POLICIES, "shortest", Policy(lambda seq: -seq.num_prompt_tokens))
+    scheduler = make(seqs=1, scheduling_policy="shortest")
+    for n in (3, 9, 5):
+        add(scheduler, n, 1)
+    assert first_tokens(scheduler) == {"B": 0, "C": 1, "A": 2}
 
 
 # ---------------------------------------------------------------------- shortest

@@ -9,10 +9,13 @@ import argparse
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from pkgutil import resolve_name
+from typing import Any
 
 import nanoserve
 from nanoserve.__main__ import HOME, IN_PYTHON
 from nanoserve_extras import COMMANDS
+from nanoserve_extras.base.words import in_words
 
 # Commands of other programs that people type, and ours.
 OTHERS = {
@@ -49,6 +52,14 @@ def run(argv: list[str]) -> int:
         print(_lacking(name, module, str(error.name)), file=sys.stderr)
         return 2
     return found.main(rest) or 0
+
+
+def named(text: str) -> Any:
+    """What MODULE:NAME names; the module may lie in the current folder. Raises `ValueError`."""
+    if "" not in sys.path:
+        sys.path.append("")
+    with in_words(f"{text} (MODULE:NAME)", ImportError, AttributeError, ValueError):
+        return resolve_name(text)
 
 
 def listing() -> str:

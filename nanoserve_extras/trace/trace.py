@@ -42,6 +42,7 @@ from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
+from nanoserve_extras.base.command import named
 from nanoserve_extras.base.metrics import EngineMetrics
 from nanoserve_extras.base.request import RequestStateStats
 from nanoserve_extras.base.summary import duration, percentile, summary
@@ -66,8 +67,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--request", action="append", metavar="PROMPT:OUTPUT[:SHARED]")
     parser.add_argument("--csv", type=Path,
                         help="arrivals: seconds, prompt, output[, shared[, priority]]")
-    parser.add_argument("--policy", choices=POLICIES, default="fcfs",
-                        help="who goes first, see Scheduler.order")
+    parser.add_argument("--policy", default="fcfs", help="who goes first: "
+                        f"{', '.join(POLICIES)}, or MODULE:CLASS, an extra with an order")
     parser.add_argument("--step-ms", type=amount, default=5.0, help="milliseconds of any step")
     parser.add_argument("--token-us", type=amount, default=20.0, help="microseconds more a token")
     parser.add_argument("--max-wait", type=amount, default=0.0,
@@ -81,9 +82,14 @@ def main(argv: list[str] | None = None) -> None:
         arrivals = read_csv(args.csv) if args.csv else []
         arrivals += [parse(text) for text in args.request or ([] if args.csv else DEMO)]
         arrivals.sort(key=lambda arrival: arrival.seconds)  # --request's arrive at 0
+        policy, orders = args.policy, []
+        if ":" in policy:
+            policy, orders = "fcfs", [named(policy)()]
         simulation = Simulation(arrivals, args.budget, args.blocks, args.block_size,
                                 args.max_num_seqs, args.step_ms / 1e3, args.token_us / 1e6,
-                                args.max_wait, args.policy)
+                                args.max_wait, policy)
+        for order in orders:
+            simulation.add(order)
         for path, suffix in ((args.html, ".html"), (args.json, ".json")):
             if path:
                 simulation.record(str(Path(path).with_suffix(suffix)))

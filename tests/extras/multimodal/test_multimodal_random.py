@@ -124,7 +124,7 @@ def test_random_workloads_with_pictures(states, mutual):
     for _ in range(25):
         workload = Workload(
             some_asks(rng, between), rng.randint(26, 32), 4, budget=12 if mutual else 10,
-            step_seconds=0.0005, policy=rng.choice(POLICIES), depth=rng.choice([0, 0, 1]),
+            step_seconds=0.0005, policy=rng.choice([*POLICIES]), depth=rng.choice([0, 0, 1]),
             failures={rng.randint(1, 60) for _ in range(rng.choice([0, 4]))})
         kind, more = (PicturedStatefulDrive, [4]) if states else (PicturedDrive, [])
         kind(workload, seen, *more, encoder_cache_tokens=rng.choice([8, 16]),
