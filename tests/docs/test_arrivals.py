@@ -5,6 +5,7 @@ import re
 import pytest
 from pages import ROOT, block_after, read, rows_of, run
 
+from nanoserve.config import POLICIES
 from nanoserve_extras.trace.trace import Simulation, read_csv
 
 pytestmark = pytest.mark.floor
@@ -16,7 +17,8 @@ def printed(*options: str, page: str = PAGE, marker: str = "<!-- command -->") -
     return run(*block_after(page, marker).replace("\\\n", "").split()[1:], *options)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "shortest", "priority"])
+@pytest.mark.parametrize("policy", [
+    *POLICIES, "course.orders:FeedbackQueue", "course.orders:FairShare"])
 def test_the_arrivals_under_each_policy(policy):
     everybody, *groups = printed("--policy", policy).splitlines()
     found = [policy, *re.search(r"TTFT mean (.*?), p99 (.*?) \|.* (\d+) preemption",
