@@ -20,7 +20,7 @@ import torch
 from nanoserve import ops
 from nanoserve.batch import Batch
 from nanoserve.build import functions_of, in_float32, load
-from nanoserve.device import zeros
+from nanoserve.device import lasting_zeros, zeros
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", "thresholds",
            "linear", "embed", "new_cache", "norm_rope_store", "prepack", "paged_attention",
@@ -51,7 +51,7 @@ def prepack(weight: torch.Tensor) -> PackedWeight:
     *count, outputs, inputs = weight.shape
     # 32-bit units, rounded up to half a matrix tile of 8 (matrix_tiles.h): 33 floats take 40.
     units = -(-inputs * weight.itemsize // 4 // 8) * 8
-    memory = zeros(prod(count), -(-outputs // PANEL), units, PANEL, dtype=torch.int32)
+    memory = lasting_zeros(prod(count), -(-outputs // PANEL), units, PANEL, dtype=torch.int32)
     LIBRARY.prepack(weight.view(prod(count), outputs, inputs), memory)
     return PackedWeight(memory, tuple(weight.shape), weight.dtype)
 

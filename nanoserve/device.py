@@ -34,9 +34,12 @@ import gc
 import mmap
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -321,6 +324,9 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
+LARGE_PAGE, SLAB = 2 ** 21, 2 ** 25  # bytes: of a large page, and that small weights share
+
+
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """Zeroed memory of a CPU, in large pages where the system has them: for what is read in every
     step. The system finds and zeroes a page when it is first touched, so a KV cache costs what its
@@ -328,8 +334,40 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
     size = torch.empty(shape, dtype=dtype, device="meta").nbytes
     if torch.device(device).type == "meta" or not size:
         return torch.empty(shape, dtype=dtype, device=device)
+    memory, first = mapped(size)
+    return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=first).view(shape)
+
+
+class Slabs:
+    """`zeros` for weights, which stay: small ones lie side by side, as far as a slab reaches. A
+    matrix of 1 MB alone fills no large page, and with small pages reading it took 1.3 times as long
+    (docs/LOG.md, 2026-11-29). A slab's memory is freed with the last weight in it."""
+
+    def __init__(self):
+        self.slab, self.end = lambda: None, 0  # a weak reference, and where the free part begins
+        self.lock = threading.Lock()
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        size = prod(shape) * dtype.itemsize
+        if not 0 < size <= SLAB // 4:
+            return zeros(*shape, dtype=dtype)
+        with self.lock:
+            memory = self.slab()
+            if memory is None or self.end + size > len(memory):
+                memory, self.end = mapped(SLAB)
+                self.slab = weakref.ref(memory)
+            first, self.end = self.end, self.end + size + -size % 64  # a line of the CPU's cache
+        return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=first).view(shape)
+
+
+lasting_zeros = Slabs().zeros
+
+
+def mapped(size: int) -> tuple[mmap.mmap, int]:
+    """Fresh memory, and where in it a large page begins from which on there is room for `size`. A
+    tensor made of it keeps it."""
     private = dict(flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if os.name == "posix" else {}
-    memory = mmap.mmap(-1, size, **private)
+    memory = mmap.mmap(-1, size + LARGE_PAGE, **private)
     with suppress(AttributeError, OSError):  # no such advice, or no such pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # it keeps the mapping
+    return memory, -torch.frombuffer(memory, dtype=torch.int8).data_ptr() % LARGE_PAGE

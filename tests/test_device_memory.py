@@ -288,3 +288,19 @@ def test_the_garbage_collector_is_off_while_an_engine_starts_and_then_as_it_was(
             assert gc.isenabled() is was_on
         finally:
             gc.enable()
+
+
+def test_small_weights_lie_side_by_side_and_are_freed_together():
+    slabs = memory.Slabs()
+    one, two = (slabs.zeros(3, 5, dtype=torch.int32) for _ in range(2))
+    assert one.data_ptr() % memory.LARGE_PAGE == 0 and two.data_ptr() == one.data_ptr() + 64
+    rest = [slabs.zeros(memory.SLAB // 4, dtype=torch.int8) for _ in range(5)]
+    large = slabs.zeros(memory.SLAB, dtype=torch.int8)  # has memory of its own
+    begins = [made.data_ptr() % memory.LARGE_PAGE == 0 for made in (*rest, large)]
+    assert begins == [False] * 4 + [True] * 2  # four begin behind `two`, the fifth a new slab
+    assert not any(int(made.count_nonzero()) for made in (one, two, *rest, large))
+    one.fill_(1)
+    assert not two.any()
+    del rest, large
+    assert slabs.slab() is None  # nothing is left in the newest
+    two.fill_(1)

@@ -180,8 +180,7 @@ struct Rows {
 };
 
 // out (R, 16 * P) = rows times P panels. next: what is read afterwards, which is fetched meanwhile;
-// or null. One row alone is one stream, which the CPU itself fetches early enough. P is 1 unless
-// numbers are int8 by row.
+// or null. P is 1 unless numbers are int8 by row.
 //
 // A sum waits for its last addition. Few rows have nothing else to do meanwhile, so they have some
 // sums for each output, which are added up in the end: CHAINS. (docs/log, 2026-11-27.)
@@ -208,7 +207,7 @@ void multiply(Rows rows, const uint8_t *const *panels, const uint8_t *const *nex
 #pragma GCC unroll 64
         for (int i = 0; i < CHAINS * R * WIDTH; i++) sums[i] = Ints{};
         for (long u = first; u < end; u += UNITS, place += LINE<BITS>) {
-            if (R > 1 && next)
+            if (next)
                 for (int p = 0; p < P; p++)
                     for (long byte = 0; byte < LINE<BITS>; byte += 64)
                         __builtin_prefetch(next[p] + place + byte);

@@ -36,8 +36,7 @@ import torch.nn.functional as F
 
 from nanoserve import ops
 from nanoserve.build import functions_of, load
-from nanoserve.device import return_freed_memory
-from nanoserve.device import zeros as mapped_zeros
+from nanoserve.device import lasting_zeros, return_freed_memory
 from nanoserve.layers import Embedding, Linear, Placement, Slice, Tensors
 from nanoserve.parallel import copy_share
 
@@ -295,7 +294,7 @@ class CpuWeight(NamedTuple):
         for rows, one in in_portions(whole, size):
             lines, heads = cls.lines(one), one.heads()
             if memory is None:
-                memory = mapped_zeros(-(-outputs // PANEL), lines.shape[1], dtype=torch.int8)
+                memory = lasting_zeros(-(-outputs // PANEL), lines.shape[1], dtype=torch.int8)
                 size = 0 if one.by_row else one.size
             memory[rows.start // PANEL:][:len(lines)] = lines
         return cls(memory, one.bits, heads.dtype, heads.shape[2], size, inputs, outputs)
