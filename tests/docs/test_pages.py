@@ -46,6 +46,10 @@ def test_the_start_leads_to_every_page():
     assert sorted(found) == sorted(english - {"README.md", "docs/start.md"})
 
 
+def test_the_site_has_every_page():
+    assert sorted(re.findall(r"[\w./-]+\.md", read("mkdocs.yml"))) == sorted(PAGES)
+
+
 def test_files_named_in_the_text_exist():
     """`nanoserve/...`, `tests/...` and `docs/...`, also within a command."""
     for page in READ:
