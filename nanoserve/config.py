@@ -32,6 +32,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -229,8 +230,17 @@ def keep_word(word: Any) -> str:
     return only_if(isinstance(word, str) and bool(word.strip()), word)
 
 
+def class_of(function: Any) -> type | None:
+    """The class of which each sequence gets an object of its own, if `function` is one, or a
+    `functools.partial` of one. Other functions are shared by all sequences."""
+    kind = function.func if isinstance(function, partial) else function
+    return kind if isinstance(kind, type) else None
+
+
 def keep_function(function: Any) -> Any:
-    return only_if(callable(function), function)
+    kind = class_of(function)
+    has_call = kind is None or any("__call__" in vars(one) for one in kind.__mro__)
+    return only_if(callable(function) and has_call, function)
 
 
 OutputKind = Annotated[RequestOutputKind, instance(RequestOutputKind, "a RequestOutputKind")]
@@ -247,7 +257,8 @@ Biases = Annotated[dict[int, float], Rule(
     "a dict of token ids and numbers in [-100, 100], none twice (allowed_token_ids and bad_words "
     "rule tokens in or out)", keep_biases)]
 Functions = Annotated[list, list_of(
-    keep_function, "a list of functions f(token_ids, logits) -> logits")]
+    keep_function, "a list of functions f(token_ids, logits) -> logits, or of classes whose "
+    "objects are such functions")]
 # The fields that change logits if they have another value than their default: see controls.py.
 CONTROLS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
             "logit_bias", "allowed_token_ids", "bad_words", "logits_processors",

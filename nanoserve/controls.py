@@ -13,7 +13,8 @@ where it is negative; frequency and presence are OpenAI's, and look at the outpu
 All of them are lists of (row, token) pairs, so that the batch is edited in one go, and the cost of
 a row grows with the tokens it names, not with the vocabulary. A grammar allows too many tokens for
 that: it is a mask of one bit a token, which covers the row's other constraints, too. Functions of
-the request's own (`logits_processors`) come first, and get one row at a time.
+the request's own (`logits_processors`) come first, and get one row at a time. They are pure, or
+classes, of which each sequence gets an object.
 
 Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. (What
 a request's own function returns may be NaN: then the row gets no token.) When a request is made,
@@ -27,12 +28,13 @@ counts on the device (each 156 MB for 256 rows of 151,936 tokens). Not known her
 from array import array
 from collections import ChainMap
 from collections.abc import Callable, Sized
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from nanoserve.config import class_of
 from nanoserve.sequence import Sequence
 
 
@@ -61,14 +63,10 @@ class Edits:
         """Edit the logits of `rows`, in place. logits: (r, vocab_size) float32."""
         for row, seq, token_ids in self.processors:
             try:
-                for function in seq.request.params.logits_processors:
-                    result = function(token_ids, logits[row])  # it may change them in place, too
-                    if not isinstance(result, torch.Tensor) or result.shape != logits[row].shape:
-                        raise ValueError(f"{function!r:.80} must return logits, a tensor of "
-                                         f"{logits.shape[1]} numbers, got {result!r:.80}")
-                    logits[row] = result
+                seq.processors = seq.processors or Processors(seq)
+                seq.processors.edit(token_ids, logits[row])
             except Exception as error:  # the request ends, whatever token the row gets
-                self.failed[seq] = f"logits_processors: {error!r}"
+                self.failed.setdefault(seq, f"logits_processors: {error!r}")
         if self.closed is not None:
             rows, ids = self.open
             kept = logits[rows, ids]
@@ -94,6 +92,49 @@ class Edits:
         return logits
 
 
+class Processors:
+    """The functions of a sequence. A class among them becomes an object of the sequence's own.
+
+    An object may change itself whenever it is called. But a call may turn out not to count: its
+    step is lost, or a draft before it is wrong. So each call goes to a copy of the objects that the
+    call before it has left. `after` has these by the length of the output they were called with.
+
+        output a b, drafts c d    calls for 2, 3, 4 tokens    after[1] ─copy─► after[2] ─copy─► ...
+        c is wrong, e comes       a call for 3 tokens: a b e            after[2] ─copy─► after[3]
+    """
+
+    def __init__(self, seq: Sequence):
+        self.seq = seq
+        own = [one() for one in seq.request.processors if class_of(one)]
+        self.after = {-1: own} if own else {}
+
+    def edit(self, token_ids: list[int], logits: torch.Tensor) -> None:
+        """Call all functions, and write what they return to `logits` (vocab_size,). token_ids: the
+        output, and the drafts behind it."""
+        length = len(token_ids)
+        objects = copied(self.after[length - 1]) if self.after else []
+        own = iter(objects)
+        for given in self.seq.request.processors:
+            function = next(own) if class_of(given) else given
+            result = function(token_ids, logits)  # it may change them in place, too
+            if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
+                raise ValueError(f"{given!r:.80} must return logits, a tensor of "
+                                 f"{len(logits)} numbers, got {result!r:.80}")
+            logits.copy_(result)
+        if objects:
+            oldest = len(self.seq.token_ids) - self.seq.num_prompt_tokens - 1
+            kept = {n: one for n, one in self.after.items() if n >= oldest}
+            self.after = kept | {length: objects}
+
+
+def copied(objects: list) -> list:
+    try:
+        return deepcopy(objects)
+    except Exception as error:
+        raise ValueError(f"{', '.join(type(one).__name__ for one in objects)} can't be copied "
+                         f"({error}): give the class a __deepcopy__") from error
+
+
 class RowState:
     """What the sampler keeps about a sequence from step to step: its constraints as arrays, and the
     tokens to be penalised with their counts."""
@@ -108,7 +149,7 @@ class RowState:
             params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.has_penalties = self.penalties != (1, 0, 0)
         self.always_edits = bool(self.has_penalties or bias or len(self.open_ids)
-                                 or params.logits_processors)
+                                 or seq.request.processors)
         # Only the repetition penalty covers the prompt. Counts are of the output: 0 for now.
         self.ids = array("q", set(seq.token_ids[:seq.num_prompt_tokens])
                          if params.repetition_penalty != 1 else ())
@@ -198,7 +239,7 @@ class Gathered:
             self.counts.append(state.counts)
         self.rows.append(row)
         self.penalties.append(state.penalties)
-        if seq.request.params.logits_processors:
+        if seq.request.processors:
             self.processors.append((r, seq, [*seq.output_token_ids, *drafts]))
         self.biased.add(r, state.biased_ids)
         self.biases.append(state.biases)

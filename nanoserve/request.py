@@ -174,6 +174,7 @@ class Request:
     adapter_id: int = 0  # the number of this adapter, 0 for none
     root: CacheEntry | None = None  # parent of the first block
     contents: dict[int, bytes] = field(default_factory=dict)  # see CoreRequest
+    added_processors: list[Callable] = field(default_factory=list)  # see CoreRequest
     make_stops: Callable[[SamplingParams], StopStrings] = StopStrings  # called per sample
     made: dict[object, Any] = field(default_factory=dict)  # extra -> its object for the request
 
@@ -212,7 +213,8 @@ class Request:
             self.request_id, params, arrival, self.priority, self.arrival_time,
             self.max_num_tokens, stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
             eos_ids=self.eos_ids, late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
-            adapter_id=self.adapter_id, root=self.root, contents=self.contents)
+            adapter_id=self.adapter_id, root=self.root, contents=self.contents,
+            added_processors=self.added_processors)
         seed = f"{engine_seed} {arrival}" if params.seed is None else params.seed
         for index in range(params.n):
             # Only the first sample scores the prompt, whose last position predicts an output token.

@@ -36,6 +36,7 @@ Invariant: one owner per fact. The scheduler changes a sequence's progress and t
 blocks; all other modules only read. Nothing here knows torch, a tokenizer, or a model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, zip_longest
@@ -61,9 +62,15 @@ class CoreRequest:
     eos_ids: frozenset[int] = frozenset()  # the stop_ids that are EOS: these give no stop_reason
     late_ids: frozenset[int] = frozenset()  # tokens not allowed before params.min_tokens
     bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
+    added_processors: list[Callable] = field(default_factory=list)  # those of extras
     adapter_id: int = 0  # 0: no LoRA adapter
     root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
     contents: dict[int, bytes] = field(default_factory=dict)  # block index -> its image's hash
+
+    @cached_property
+    def processors(self) -> list[Callable]:
+        """The functions, and classes of functions, that edit logits first."""
+        return [*self.added_processors, *(self.params.logits_processors or ())]
 
     @cached_property
     def needs_output_tokens(self) -> bool:
@@ -74,13 +81,14 @@ class CoreRequest:
         has_penalties = (params.repetition_penalty, params.frequency_penalty,
                          params.presence_penalty) != (1, 0, 0)
         has_long_words = any(len(word) > 1 for word in self.bad_word_ids)
-        return has_grammar or has_penalties or has_long_words or bool(params.logits_processors)
+        return has_grammar or has_penalties or has_long_words or bool(self.processors)
 
     @cached_property
     def has_controls(self) -> bool:
         """Whether it has penalties, constraints or logprobs."""
         params = self.params
-        return bool(params.controls() or self.bad_word_ids) or params.logprobs is not None
+        return (bool(params.controls() or self.bad_word_ids or self.processors)
+                or params.logprobs is not None)
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +120,9 @@ class Sequence:
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
     cache_entry: "CacheEntry | None" = None  # the cache's entry for the last committed block
 
-    sampler_state: object = None  # changed by the sampler alone: see `controls.RowState`
+    # Changed by the sampler alone: see `controls.RowState` and `controls.Processors`.
+    sampler_state: object = None
+    processors: Any = None
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)

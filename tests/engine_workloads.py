@@ -57,11 +57,28 @@ def depends_on_all_before(token_ids, logits):
     return logits.roll(sum(i * token for i, token in enumerate(token_ids, 1)) % 7)
 
 
+class ByCalls:
+    """The same of a class: an object notes its calls, and each call makes a difference. `pure`, the
+    oracle, finds out from the output what an object that meets each token once has noted."""
+
+    def __init__(self, factor: int = 1):
+        self.noted = [factor]
+
+    def __call__(self, token_ids, logits):
+        self.noted.append(sum(token_ids))
+        return depends_on_all_before(self.noted, logits)
+
+    @staticmethod
+    def pure(token_ids, logits):
+        calls = [sum(token_ids[:length]) for length in range(len(token_ids) + 1)]
+        return depends_on_all_before([1, *calls], logits)
+
+
 # No min_tokens: a request that is cut short would be another request.
 CONTROLS = [dict(), dict(), dict(repetition_penalty=1.5), dict(frequency_penalty=1.0),
             dict(presence_penalty=-1.0, logit_bias={7: 4.0, 9: -3.0}), dict(bad_words=["a", "bc"]),
             dict(allowed_token_ids=list(range(30)) + [200, 201], presence_penalty=2.0),
-            dict(logits_processors=[depends_on_all_before], presence_penalty=1.0)]
+            dict(logits_processors=[ByCalls, depends_on_all_before], presence_penalty=1.0)]
 engines: dict[tuple[Path, int | str], LLM] = {}
 
 
@@ -129,10 +146,12 @@ def run_random_workloads(checkpoints, references, name, which, max_examples, eno
     def sample_alone(ask: dict) -> list[list[int]]:
         key = (ask["prompt"], ask["seed"], ask["n"], ask["controls"])
         if key not in samples_alone:
+            params = params_of(
+                ask | dict(max_tokens=LONGEST, logprobs=None, prompt_logprobs=None), [])
+            params.logits_processors = [
+                getattr(one, "pure", one) for one in params.logits_processors or ()]
             output, = engine(folder, "plain").generate(
-                PROMPTS[ask["prompt"]],
-                params_of(ask | dict(max_tokens=LONGEST, logprobs=None, prompt_logprobs=None), []),
-                use_tqdm=False)
+                PROMPTS[ask["prompt"]], params, use_tqdm=False)
             samples_alone[key] = [sample.token_ids for sample in output.outputs]
         return samples_alone[key]
 

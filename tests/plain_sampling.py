@@ -57,6 +57,7 @@ def plain_edits(logits: np.ndarray, params: SamplingParams, prompt: list[int], o
     """One row, one rule and one token after the other. logits: (vocab_size,) float32."""
     one = np.float32
     for function in params.logits_processors or ():
+        function = getattr(function, "pure", function)  # a class says here what its objects do
         logits = function(output, torch.tensor(logits)).numpy()
     row = [one(x) for x in logits]
     for token in range(len(row)):

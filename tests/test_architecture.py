@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "loader": ["model_config"],
     "layers": ["ops", "parallel", "model_config"],
     "model": ["batch", "graphs", "layers", "model_config", "sequence"],
-    "controls": ["sequence"],
+    "controls": ["sequence", "config"],
     "sampler": ["sequence", "batch", "controls"],
     "model_runner": ["batch", "config", "controls", "device", "graphs", "layers", "loader",
                      "model", "model_config", "parallel", "sampler", "self_test", "sequence"],

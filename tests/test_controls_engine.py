@@ -5,15 +5,17 @@ token and edits them with `plain_edits`. It knows of no batches, blocks or steps
 """
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import EOS, Reference, assert_same_text, byte_tokenizer
 from clean_process import needs_extras
-from engine_workloads import depends_on_all_before
+from engine_workloads import ByCalls, depends_on_all_before
 from helpers import watch_steps
 from plain_sampling import plain_edits
+from small_engine import drain_through, lose_steps
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 
@@ -84,6 +86,7 @@ def cases(naive) -> list[tuple[SamplingParams, list[int], list[float]]]:
         greedy(bad_words=[TOKENIZER.decode(in_letters[:3]), "abc"], allowed_token_ids=LETTERS),
         greedy(logit_bias={EOS: 100}, min_tokens=7),
         greedy(logits_processors=[depends_on_all_before], presence_penalty=1.0),
+        greedy(logits_processors=[ByCalls, depends_on_all_before]),
     ]
     made = [(params, *naive.text(PROMPT, params)) for params in asked]
     texts = {tuple(text) for _, text, _ in made}
@@ -246,11 +249,49 @@ def test_bad_words_need_a_tokenizer(qwen3):
     assert run(llm, greedy(bad_words=[])).token_ids
 
 
-@pytest.mark.parametrize("options", [
+KINDS = pytest.mark.parametrize("options", [
     dict(), dict(tensor_parallel_size=2), dict(async_scheduling=True),
     pytest.param(dict(pipeline_parallel_size=2), marks=needs_extras),
     pytest.param(dict(speculative_config=dict(method="ngram", num_speculative_tokens=3)),
                  marks=needs_extras)], ids=str)
+
+
+@KINDS
+def test_each_sample_has_an_object_of_its_own(ranks_in_threads, qwen3, options):
+    """Also beside other prompts, preempted, and where steps are lost whose calls were made. One
+    object for all would be called by all."""
+    def texts(llm, *processors) -> list[list[list[int]]]:
+        for name in "ab":
+            llm.add_request(name, [*PROMPT, 5 + ord(name)], SamplingParams(
+                seed=1, n=3, max_tokens=12, top_k=3, logits_processors=[*processors]))
+        outs, lost = drain_through(llm, RuntimeError, llm.scheduler.check)
+        return [[sample.token_ids for sample in outs[name].outputs] for name in "ab"], lost
+
+    with LLM(qwen3, dtype="float32", num_gpu_blocks_override=12, max_num_batched_tokens=16,
+             max_num_seqs=6, **options) as llm:
+        expected, _ = texts(llm, ByCalls.pure)
+        steps = watch_steps(llm)
+        assert texts(llm, ByCalls) == (expected, 0)
+        lose_steps(llm, every=4)
+        again, lost = texts(llm, partial(ByCalls, factor=1))
+        assert again == expected and lost > 2
+        assert any(step.preempted for step in steps)
+
+
+def test_an_object_that_cannot_be_copied_ends_its_request_alone(llm):
+    class Generates:
+        def __init__(self):
+            self.numbers = (i for i in range(9))
+
+        def __call__(self, token_ids, logits):
+            return logits
+
+    end = run(llm, greedy(logits_processors=[Generates]))
+    assert end.finish_reason == "abort" and "Generates can't be copied (cannot pickle" in (
+        end.stop_reason) and "__deepcopy__" in end.stop_reason
+
+
+@KINDS
 def test_an_error_in_a_requests_own_function_ends_this_request_alone(ranks_in_threads, qwen3,
                                                                      capsys, options):
     """It keeps the tokens that it had, and says why it ended. Another one's text is what it was,

@@ -70,6 +70,7 @@ OUT_OF_RANGE = [
     (dict(allowed_token_ids=["1"]), "allowed_token_ids"),
     (dict(allowed_token_ids=[True]), "allowed_token_ids"),
     (dict(logits_processors=["f"]), "logits_processors"),
+    (dict(logits_processors=[dict]), "logits_processors"),  # its objects can't be called
     (dict(logits_processors=max), "logits_processors"), (dict(output_kind="DELTA"), "output_kind"),
 ]
 

@@ -25,6 +25,7 @@ PROGRAMS = [
     ("extras", "<!-- napkin -->", "<!-- printed by the napkin -->"),
     ("server", "<!-- stories -->", "<!-- printed by the stories -->"),
     ("training", "## A hook on logits", "<!-- printed by the example above -->"),
+    ("training", "<!-- with a state -->", "<!-- printed by the example with a state -->"),
 ]
 
 
