@@ -30,6 +30,10 @@ def test_a_gpus_figures_are_those_of_a_gpu():
     results = json.loads(RESULTS.read_text())
     assert results["machine"]["device"] != "cpu", "a dry run is no measurement"
     assert page_table(results) in page
+    runs = [results[f"Qwen3-{model} throughput"] for model in ("0.6B", "8B")]
+    for figure in [f"{run['output_tok_per_s']:,.0f}" for run in runs] + [
+            f"{run['of_roofline']:.0%}" for run in runs]:
+        assert figure in read("README.md"), figure
 
 
 def test_forced_tokens_save_the_steps_that_the_page_shows():
