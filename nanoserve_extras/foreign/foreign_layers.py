@@ -6,7 +6,7 @@ a network give way to ours where these compute the same:
     nn.Linear, Conv1D                           Packed: ops.linear, or a product of small weights
     one vector, one eps                         Norm: ops.rms_norm by the vector, or by 1 + it
     gate, up and down, or gate_up and down      Gated: Packed ─ ops.act_and_mul ─ Packed
-    a matrix of all experts, to be rounded      PackedExperts, in transformers' grouped product
+    a matrix of all experts                     PackedExperts, in transformers' grouped product
 
 Invariant: **names and classes say nothing, numbers do.** A copy of each part goes through a trial
 in float32, with a weight of the trial's own, or matrices of one number a row (`Picks`), so that no
@@ -17,6 +17,7 @@ table of transformers' classes would grow with each version of it.
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from copy import copy
 from itertools import permutations, product
 from types import ModuleType, SimpleNamespace
@@ -39,6 +40,7 @@ from nanoserve_extras.foreign.latent import keep_latents
 from nanoserve_extras.quantization.quantized_experts import Grouped
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
+TRITON = "nanoserve.triton_fused"  # the module of the kernels that multiply experts' matrices
 SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # the rows of a trial
 
 
@@ -96,11 +98,10 @@ class PackedExperts(Shape):
     sorted, with the place where those of each expert end. Gates, biases and sums are its own."""
 
     @classmethod
-    def of(cls, shape: torch.Size, packed: nn.ModuleList) -> "PackedExperts":
-        """shape: the parameter's. packed: for each expert a `Packed`."""
-        experts = torch.empty(shape, dtype=packed[0].weight.dtype, device="meta").as_subclass(cls)
-        experts.grouped = Grouped([one.linear for one in packed])
-        experts.grouped.process_weights_after_loading()
+    def of(cls, shape: torch.Size, dtype: torch.dtype, grouped: nn.Module) -> "PackedExperts":
+        """shape, dtype: the parameter's. grouped: multiplies, as `Grouped` does."""
+        experts = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        experts.grouped = grouped
         return experts
 
     @classmethod
@@ -110,6 +111,20 @@ class PackedExperts(Shape):
         if function.__name__ == "_grouped_mm" and type(args[1]) is cls:
             return args[1].grouped(args[0], F.pad(kwargs["offs"], (1, 0)))
         return super().__torch_function__(function, types, args, kwargs)
+
+
+class WideExperts(nn.Module):
+    """The same product with weights that are not rounded, (experts, outputs, inputs), by the kernel
+    of `triton_fused.experts`. torch's own reads on the host where each expert's rows end, but for
+    bfloat16 on two kinds of GPU: what waits can't be recorded as a CUDA graph."""
+
+    def __init__(self, weight: torch.Tensor, multiply: Callable):
+        super().__init__()
+        self.weight, self.multiply = nn.Parameter(weight, requires_grad=False), multiply
+
+    def forward(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """x (rows, inputs), starts (experts + 1,) -> (rows, outputs)"""
+        return self.multiply(x.contiguous(), self.weight, starts)
 
 
 def packed_expert(weight: torch.Tensor, on: Placement, kept: list[Quantised | None]) -> Packed:
@@ -243,6 +258,8 @@ def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
             elif hasattr(child, "is_transposed"):  # it comes with `use_experts_implementation`
                 if rounds:
                     pack_experts(inner, child, on, kept)
+                elif on.ops.experts.__module__ == TRITON:
+                    widen_experts(child)
             elif len(inspect.signature(child.forward).parameters) != 1:
                 continue
             elif norm := our_norm(child, on):
@@ -280,10 +297,31 @@ def pack_experts(path: str, experts: nn.Module, on: Placement,
             packed = nn.ModuleList(packed_expert(matrix.contiguous(), on, [
                 kept.get(translated(f"{path}.{i}.{part}")) for part in parts])
                 for i, matrix in enumerate(matrices.mT if experts.is_transposed else matrices))
-            grouped = PackedExperts.of(matrices.shape, packed)
-            delattr(experts, name)  # now, so that who fails before can begin again
-            setattr(experts, name, grouped)
+            grouped = Grouped([one.linear for one in packed])
+            grouped.process_weights_after_loading()
+            put_experts(experts, name, matrices.shape, packed[0].weight.dtype, grouped)
             experts.add_module(f"packed_{name}", packed)
+
+
+def widen_experts(experts: nn.Module) -> None:
+    """Let a kernel of ours multiply with the matrices of a layer's experts as they are."""
+    from nanoserve.triton_fused import each_expert  # where there is no triton, nobody comes here
+
+    experts.config._experts_implementation = "grouped_mm"
+    experts._is_hf_initialized = True  # see `Shape`
+    for name, matrices in [*experts.named_parameters(recurse=False)]:
+        if matrices.dim() == 3:
+            weight = matrices.detach()
+            grouped = WideExperts(weight.mT if experts.is_transposed else weight, each_expert)
+            put_experts(experts, name, matrices.shape, matrices.dtype, grouped)
+            experts.add_module(f"wide_{name}", grouped)
+
+
+def put_experts(experts: nn.Module, name: str, shape: torch.Size, dtype: torch.dtype,
+                grouped: nn.Module) -> None:
+    """grouped takes a parameter's place."""
+    delattr(experts, name)  # now, so that who fails before can begin again
+    setattr(experts, name, PackedExperts.of(shape, dtype, grouped))
 
 
 def joined_of(model_type: str, name: str) -> list[str]:
