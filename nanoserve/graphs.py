@@ -18,11 +18,6 @@ step with prompt tokens the kernels run long enough to hide the launches.
     layers ──► hidden states ──► LM head, choice ──► tokens     two recordings, one after the other
                     └──► LM head ──► edits, logprobs, choice    where a row asks for them: no replay
 
-Where rows have drafts to check, a size is a number of rows and a number of tokens, and a row may
-have any share of these tokens: one row with a draft beside 60 decodes is a replay, too. For each
-power of two, as a number of rows, there are two such sizes: one for a few drafts, one for as many
-as there can be. A second network, which drafts, needs them to read the tokens that were checked.
-
 A recording keeps the memory of what it returns. So no logits are returned: those of 20 sizes and a
 vocabulary of 152,000 tokens would be 1.3 GB.
 
@@ -37,12 +32,13 @@ could record prompts as well, and would take many more launches for decodes.
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from textwrap import shorten
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from nanoserve.batch import Batch, BatchBuilder
@@ -50,8 +46,6 @@ from nanoserve.sequence import Step
 
 Layers = Callable[[Batch], torch.Tensor]  # gives the states of the tokens that sample
 Choose = Callable[[torch.Tensor, Batch], torch.Tensor]  # turns them into tokens
-FEW_DRAFTS = 15  # drafts of all rows together in a size for few; one row may have all of them
-MANY_TOKENS = 256  # from here on a step with drafts runs long enough to hide its launches
 
 
 class Size(NamedTuple):
@@ -59,31 +53,73 @@ class Size(NamedTuple):
 
     rows: int
     tokens: int
+    # Steps that extras bring, whose recordings are made in nanoserve_extras/base/graphs.py:
     drafts: bool = False  # False: one token a row; True: a row may have any number of the tokens
     network: int = 0
     extra: bool = False  # whether the batch has the sections that extras fill
 
 
 class CudaGraph:
-    """One recording. Several may share `memory`: only one of them runs at a time."""
+    """One recording. like: another one, whose stream and memory this one shares: only one of them
+    runs at a time."""
 
-    def __init__(self, memory=None):
-        self.graph, self.shared = torch.cuda.CUDAGraph(), memory
+    def __init__(self, like: "CudaGraph | None" = None):
+        self.graph = torch.cuda.CUDAGraph()
+        # torch's own stream for recordings is on the GPU that was the first to record.
+        self.stream = torch.cuda.Stream() if like is None else like.stream
+        self.pool = torch.cuda.graph_pool_handle() if like is None else like.pool
         self.output: torch.Tensor | None = None  # the same memory at every replay
 
+    @staticmethod
+    def rehearse(function: Callable[[], object]) -> None:
+        """Run what will be recorded. Raises `RuntimeError` with the name of an operator that waits
+        for the device. Other threads' operators may not wait meanwhile, either: torch has one
+        switch for all."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with NamesWhatWaits():
+                function()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
     def capture(self, function: Callable[[], torch.Tensor]) -> None:
-        # "thread_local": otherwise an allocation by another thread's engine fails, and this, too.
         # If it fails, torch leaves its own stream the current one. The outer `with` restores ours.
-        with (torch.cuda.stream(torch.cuda.current_stream()),
-              torch.cuda.graph(self.graph, pool=self.shared, capture_error_mode="thread_local")):
-            self.output = function()
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            try:
+                # "thread_local": else an allocation by another thread's engine fails, and this, too
+                with torch.cuda.graph(self.graph, self.pool, self.stream, "thread_local"):
+                    self.output = function()
+            except Exception:
+                self.give_back()
+                raise
+
+    def give_back(self) -> None:
+        """After a failure: end what torch believes to be still under way. Otherwise neither this
+        memory is ever freed, nor is torch's cache emptied when memory runs short."""
+        with suppress(RuntimeError):
+            self.graph.pool()  # it raises if torch has not ended the recording
+            return
+        pool = self.stream.device_index, self.pool
+        for end in torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool:
+            with suppress(RuntimeError):
+                end(*pool)
 
     def replay(self) -> torch.Tensor:
         self.graph.replay()
         return self.output
 
-    def memory(self):
-        return self.graph.pool()
+
+class NamesWhatWaits(TorchDispatchMode):
+    """Adds the operator's name to torch's error, which says only that something waits."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        try:
+            return operator(*args, **kwargs or {})
+        except RuntimeError as error:
+            if "synchronizing CUDA operation" not in str(error):
+                raise
+            raise RuntimeError(f"{operator.name()} waits for the device") from error
 
 
 class DecodeGraphs:
@@ -141,15 +177,14 @@ class Recorder:
 
     builder: makes the batches. layers, choose: what is recorded; nothing in it may depend on what
     the host knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. ranks:
-    a `Ranks`. num_networks: 2 with a draft network. num_drafts: the most drafts of a row.
+    a `Ranks`.
     """
 
     def __init__(self, builder: BatchBuilder, layers: Layers, choose: Choose, graph_class: type,
-                 ranks, num_networks: int = 1, num_drafts: int = 0):
+                 ranks):
         self.builder, self.layers, self.choose = builder, layers, choose
         self.graph_class, self.ranks = graph_class, ranks
-        self.num_networks, self.num_drafts = num_networks, num_drafts
-        self.memory = None  # what all recordings share
+        self.first: CudaGraph | None = None  # all others share its memory
 
     def record(self) -> DecodeGraphs | None:
         """Record all sizes. If that fails, say so on standard error, free the recordings made so
@@ -182,7 +217,8 @@ class Recorder:
         # The largest first: the smaller ones fit into the memory that it took.
         for size in tqdm(graphs.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
                          disable=None if is_first else True, leave=False):
-            graphs.graphs[size] = self.record_size(self.padding(graphs, size), size)
+            batch = graphs.fix(self.builder.build(self.padding(size), size), size)
+            graphs.graphs[size] = self.record_size(batch, size)
         self.try_out(graphs)
         graphs.seconds = time.perf_counter() - start
         graphs.memory = free - self.free_memory()
@@ -193,11 +229,8 @@ class Recorder:
         return graphs
 
     def sizes(self) -> list[Size]:
-        sizes: list[Size] = []
-        for size in all_sizes(len(self.builder.tables), self.num_networks, self.num_drafts,
-                              self.builder.most_samples):
-            sizes += with_sections(size, self.builder.extra)
-        return sizes
+        """From the fewest tokens to the most."""
+        return [Size(rows, rows) for rows in graph_sizes(len(self.builder.tables))]
 
     def try_out(self, graphs: DecodeGraphs) -> None:
         """Raise `RuntimeError` if a replay is wrong. A `Decoder` needs no such check."""
@@ -209,11 +242,9 @@ class Recorder:
         torch.cuda.empty_cache()  # as each recording does: its gain must not count
         return torch.cuda.mem_get_info()[0]
 
-    def padding(self, graphs: DecodeGraphs, size: Size) -> Batch:
-        """A batch of padding alone, of this size."""
-        names = self.builder.extra if size.extra else ()
-        step = Step(0, network=size.network, sections=dict.fromkeys(names, {}))
-        return graphs.fix(self.builder.build(step, size), size)
+    def padding(self, size: Size) -> Step:
+        """A step that has nothing to do, so that its batch is padding alone."""
+        return Step(0)
 
     def record_size(self, batch: Batch, size: Size) -> tuple[CudaGraph, ...]:
         """A recording of the layers, and one for each way to choose."""
@@ -231,21 +262,24 @@ class Recorder:
         return graphs
 
     def run_once(self, batch: Batch, ways: list[Batch]) -> None:
-        """Run once without recording, so that kernels are compiled and libraries take memory."""
-        try:
+        """Run once without recording: kernels are compiled, libraries take memory, and most of what
+        can't be recorded is found out before a recording has begun."""
+        def step() -> None:
             states = self.layers(batch)
             for way in ways:
                 self.choose(states, way)
+
+        try:
+            self.graph_class.rehearse(step)
         except Exception:
             end_alike(self.ranks, True)
             raise
         end_alike(self.ranks, False)
 
     def capture(self, batch: Batch, ways: list[Batch]) -> tuple[CudaGraph, ...]:
-        first = self.graph_class(self.memory)
+        first = self.first = self.graph_class(self.first)
         first.capture(lambda: self.states(batch))
-        self.memory = self.memory or first.memory()
-        choices = [self.graph_class(self.memory) for _ in ways]
+        choices = [self.graph_class(first) for _ in ways]
         for choice, way in zip(choices, ways, strict=True):
             choice.capture(lambda way=way: self.choose(first.output, way))
         return first, *choices
@@ -263,33 +297,6 @@ def end_alike(ranks, failed: bool) -> None:
     if first_failed < ranks.size and first_fine < ranks.size:
         with ranks.together():
             raise RuntimeError(f"rank {first_failed} failed in front of a recording")
-
-
-def all_sizes(max_num_seqs: int, num_networks: int, num_drafts: int,
-              most_samples: int) -> list[Size]:
-    """From the fewest tokens to the most: sizes of decodes, and of rows with drafts, for each
-    network (the second one reads the drafts that the first has checked). Sizes for a few drafts are
-    there without a drafter, too, because a grammar may force a few tokens."""
-    sizes = [Size(rows, rows, network=network) for rows in graph_sizes(max_num_seqs)
-             for network in range(num_networks)]
-    powers = [2 ** i for i in range(10) if 2 ** i < max_num_seqs]
-    for fewer, rows in pairwise([0, *powers, max_num_seqs]):
-        most = rows * num_drafts if num_drafts else FEW_DRAFTS
-        few = min(most, FEW_DRAFTS)
-        for drafts in (few, max(few, min(most, MANY_TOKENS - rows))):
-            tokens = min(rows + drafts, most_samples)
-            if tokens > fewer + 1:  # at least a row more than the size before has, and a draft
-                sizes += [Size(rows, tokens, True, network) for network in range(num_networks)]
-    return sorted(set(sizes), key=lambda size: (size.tokens, size.rows))
-
-
-def with_sections(size: Size, extra: dict[str, bool]) -> list[Size]:
-    """A step of the first network is recorded with the sections of extras and without them, or only
-    with them if an extra fills its section in every step. extra: see `BatchBuilder`."""
-    if size.network or not extra:
-        return [size]
-    with_them = size._replace(extra=True)
-    return [with_them] if any(extra.values()) else [size, with_them]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

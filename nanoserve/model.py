@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.graphs import Recorder
 from nanoserve.layers import Linear, Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model_config import ModelConfig
 from nanoserve.sequence import NO_TOKEN
@@ -45,7 +44,6 @@ class Decoder(nn.Module):
     here: the layers that are built, all if left out. Others are on other ranks, or on disk.
     """
 
-    recorder = Recorder  # records its steps as CUDA graphs
     # How the names of tensors begin that are not needed: here MiMo's layers for drafts.
     unused: tuple[str, ...] = ("mtp_layers.",)
 

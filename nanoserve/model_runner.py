@@ -34,7 +34,7 @@ from nanoserve import device
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
-from nanoserve.graphs import CudaGraph
+from nanoserve.graphs import CudaGraph, Recorder
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights, load_weights, stored_tensors
 from nanoserve.model import Decoder, KVCache
@@ -67,6 +67,7 @@ class ModelRunner:
     """
 
     unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
+    recorder = Recorder  # makes the recordings of decode steps
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
                  ranks: Ranks = SOLO, parts: RankParts | None = None,
@@ -156,9 +157,8 @@ class ModelRunner:
     def record(self) -> None:
         """Record graphs. If that fails, `graphs` stays None and a line on standard error says so.
         All ranks record together."""
-        recorder = self.model.recorder(
-            self.builder, self._states, self._choose, self.graph_class, self.ranks,
-            len(self.networks), self.parts.num_drafts)
+        recorder = self.recorder(self.builder, self._states, self._choose, self.graph_class,
+                                 self.ranks)
         self.graphs = recorder.record()
 
     @property

@@ -10,15 +10,13 @@ import sys
 from unittest import mock
 
 import torch
+from stand_ins import waits_for
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanoserve import sampler
 
-READS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal",
-         "aten::is_nonzero", "aten::masked_select", "aten::unique2", "aten::_unique2",
-         "aten::bincount", "aten::repeat_interleave"}
 MADE = (torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn)
 FROM_HOST = (torch.tensor, torch.as_tensor)
 
@@ -104,10 +102,7 @@ class Operators(TorchDispatchMode):
             self.book.mark(out)  # arithmetic of the host
         elif any(x.dim() for x in hosts):  # one number goes along with a launch
             self.book.fault(f"{name} of tensors of the host, {[tuple(x.shape) for x in hosts]}")
-        by_mask = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
-            is_tensor(x) and x.dtype == torch.bool for x in args[1])
-        counts = name == "aten::repeat_interleave" and (kwargs or {}).get("output_size") is not None
-        if (name in READS or by_mask) and not counts and len(hosts) < len(given):
+        if len(hosts) < len(given) and waits_for(op, args, kwargs or {}):
             self.book.fault(f"{name} reads from the device")
         return out
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from stand_ins import waits_for
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -19,9 +20,6 @@ from nanoserve import LLM
 from nanoserve.graphs import DecodeGraphs, Size
 from nanoserve.parallel import Ranks
 from nanoserve.sampler import SamplerOutput
-
-WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal",
-         "aten::is_nonzero", "aten::masked_select", "aten::_unique2", "aten::bincount"}
 
 
 class Recorder(TorchDispatchMode):
@@ -35,10 +33,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
         if not self.quiet:
-            name = op.name().split(".")[0]
-            by_mask = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
-                index is not None and index.dtype == torch.bool for index in args[1])
-            assert name not in WAITS and not by_mask, f"{name} in a graph waits for the device"
+            if name := waits_for(op, args, kwargs):
+                raise RuntimeError(f"{name} waits for the device")
             self.calls.append((op, args, kwargs, out))
         return out
 
@@ -57,17 +53,25 @@ class RecordedGraph:
 
     here = threading.local()  # recorder: while one records: what is no operator goes there
 
-    def __init__(self, memory=None):
+    def __init__(self, like=None):
         self.calls, self.output = [], None
 
+    @classmethod
+    def rehearse(cls, function) -> None:
+        cls.watch(function)
+
     def capture(self, function) -> None:
+        self.calls, self.output = self.watch(function)
+
+    @classmethod
+    def watch(cls, function) -> tuple[list, torch.Tensor]:
         with Recorder() as recorder:
-            self.here.recorder = recorder
+            cls.here.recorder = recorder
             try:
-                self.output = function()
+                output = function()
             finally:
-                self.here.recorder = None
-        self.calls = recorder.calls
+                cls.here.recorder = None
+        return recorder.calls, output
 
     def replay(self):
         """Views already lie where they lay; everything else is computed into the same memory."""
@@ -76,9 +80,6 @@ class RecordedGraph:
             if out is not None:
                 tree_map(_overwrite, out, new)
         return self.output
-
-    def memory(self):
-        return self
 
 
 def _overwrite(old, new):

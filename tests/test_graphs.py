@@ -15,7 +15,7 @@ from recorded_graphs import RecordedGraph
 from safetensors.torch import load_file
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.graphs import DecodeGraphs, Size, all_sizes, graph_sizes
+from nanoserve.graphs import DecodeGraphs, Size, graph_sizes
 from nanoserve.sequence import Step
 
 pytest.importorskip("nanoserve.triton_attention")
@@ -49,47 +49,19 @@ def test_every_batch_finds_a_size(max_num_seqs):
         assert all(other < num_rows for other in sizes if other < size.rows)
 
 
-def of_sizes(max_num_seqs: int, num_networks: int = 1, num_drafts: int = 0,
-             most_samples: int = 2048) -> DecodeGraphs:
+def of_sizes(max_num_seqs: int) -> DecodeGraphs:
     """Without recordings."""
-    return DecodeGraphs(all_sizes(max_num_seqs, num_networks, num_drafts, most_samples),
-                        torch.empty(0))
-
-
-@pytest.mark.parametrize("num_drafts, most_samples", [(0, 40), (1, 80), (4, 200), (20, 600)])
-def test_any_row_may_have_some_drafts_beside_any_number_of_others(num_drafts, most_samples):
-    """Without a drafter a grammar forces tokens. Nothing is larger than the buffers."""
-    graphs, most = of_sizes(40, 1, num_drafts, most_samples), num_drafts or 15
-    for num_rows in range(1, 41):
-        for num_new in range(1, min(most, 15, most_samples - num_rows) + 1):
-            step = decodes(range(num_rows))
-            step.drafts[0], step.num_new_tokens[0] = [7] * num_new, 1 + num_new
-            size = graphs.size_for(step)
-            assert size.rows >= num_rows and size.tokens >= num_rows + num_new
-            assert size.tokens <= most_samples and size.rows <= 40
-            assert size.drafts and size.tokens < 2 * num_rows + 32, "more padding than work"
-    assert all(size.tokens <= 256 for size in graphs.sizes)
-    if num_drafts == 4:  # as many as there can be, of each row
-        step = decodes(range(30))
-        for row in range(30):
-            step.drafts[row], step.num_new_tokens[row] = [7] * 4, 5
-        assert graphs.size_for(step) == Size(32, 160, drafts=True)
+    return DecodeGraphs([Size(rows, rows) for rows in graph_sizes(max_num_seqs)], torch.empty(0))
 
 
 def test_what_is_recorded():
-    """Steps that sample behind each of their tokens: no chunk, and no step that samples nothing. Of
-    a draft network also what the first checks. Drafts take fewer sizes than decodes."""
-    assert len(of_sizes(256).sizes) == 20 + 9
-    graphs, step = of_sizes(8, 2, 3), decodes("abc")
+    """Steps that sample behind each of their tokens: no chunk, and no step that samples nothing."""
+    graphs, step = of_sizes(8), decodes("abc")
     assert graphs.size_for(step) == Size(4, 4)
-    assert graphs.size_for(replace(step, network=1)) == Size(4, 4, network=1)
-    longer = replace(step, num_new_tokens=dict(a=1, b=1, c=2))
-    assert graphs.size_for(longer) is None
-    assert graphs.size_for(replace(longer, drafts=dict(c=[7]))) == Size(4, 16, True)
-    assert graphs.size_for(replace(longer, drafts=dict(c=[7]), network=1)) == Size(4, 16, True, 1)
+    assert graphs.size_for(replace(step, network=1)) is None
+    assert graphs.size_for(replace(step, num_new_tokens=dict(a=1, b=1, c=2))) is None
     assert graphs.size_for(replace(step, sampling=["a", "b"])) is None
-    assert graphs.size_for(Step(0)) is None and of_sizes(8).size_for(
-        replace(step, network=1)) is None
+    assert graphs.size_for(Step(0)) is None
 
 
 # ---------------------------------------------------------- the same tokens
@@ -180,7 +152,7 @@ def test_new_weights_and_a_new_cache_are_recorded_anew(checkpoints, recorded):
 def test_a_recording_keeps_no_logits(checkpoints, recorded):
     """What it returns is its own for ever: the logits of 20 sizes would be 0.7 GB."""
     graphs = start(checkpoints["tiny"], max_num_seqs=2).runner.graphs.graphs
-    assert list(graphs) == [Size(2, 2), Size(1, 2, True), Size(1, 1)], (
+    assert [size for size in graphs if not size.drafts] == [Size(2, 2), Size(1, 1)], (
         "the largest first, in whose memory the others find room")
     for size, (layers, choice) in graphs.items():
         assert layers.output.shape == (size.tokens, 32) and choice.output.shape == (size.tokens,)

@@ -24,6 +24,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.sampler import SamplerOutput, SamplingInputs, sample
 from nanoserve.sequence import Step
+from nanoserve_extras.base.graphs import ExtrasRecorder
 from nanoserve_extras.base.weight_files import find_weights
 
 
@@ -118,6 +119,12 @@ class Runner(ModelRunner):
         if self.wants_graphs and self.kv_cache and self.model is not None:
             with self.on_device():
                 super().record()
+
+    @property
+    def recorder(self) -> Callable[..., ExtrasRecorder]:
+        """Another network than a `Decoder` brings a class of its own."""
+        return partial(getattr(self.model, "recorder", ExtrasRecorder),
+                       num_networks=len(self.networks), num_drafts=self.parts.num_drafts)
 
     @property
     def wants_graphs(self) -> bool:

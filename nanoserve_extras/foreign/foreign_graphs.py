@@ -13,11 +13,12 @@ import torch
 
 from nanoserve.batch import Batch
 from nanoserve.config import SamplingParams
-from nanoserve.graphs import FEW_DRAFTS, DecodeGraphs, Recorder, Size
+from nanoserve.graphs import DecodeGraphs, Size
 from nanoserve.sequence import CoreRequest, Sequence, Step
+from nanoserve_extras.base.graphs import FEW_DRAFTS, ExtrasRecorder
 
 
-class ForeignRecorder(Recorder):
+class ForeignRecorder(ExtrasRecorder):
     """For the steps of transformers' network."""
 
     logits: torch.Tensor | None = None  # those of the largest recording, which is the first one

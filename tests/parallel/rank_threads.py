@@ -5,12 +5,14 @@ import threading
 from types import SimpleNamespace
 
 import torch.distributed as dist
+from stand_ins import LikeNCCL
 
 from nanoserve.parallel import FOR_EVER, Ranks
 
 
 def thread_ranks(size: int, make_ranks=Ranks) -> list[Ranks]:
-    """Ranks with real groups between them, one for each of as many threads."""
+    """Ranks with real groups between them, one for each of as many threads. That of their devices
+    answers as NCCL's would."""
     store, ranks = dist.HashStore(), [make_ranks(rank, size) for rank in range(size)]
 
     def make_group(name: str, rank: int, size: int) -> dist.ProcessGroupGloo:
@@ -18,7 +20,8 @@ def thread_ranks(size: int, make_ranks=Ranks) -> list[Ranks]:
 
     def connect(one: Ranks) -> None:
         one.make_group = make_group
-        one.control = one.group = make_group("host", one.rank, size)
+        one.control = make_group("host", one.rank, size)
+        one.group = LikeNCCL(one.control)
         one.watch = SimpleNamespace(stopped=threading.Event(), close=lambda is_told: None,
                                     give_up=lambda: None, wait_for_reason=lambda: None)
     in_threads(ranks, connect)

@@ -77,6 +77,8 @@ def test_gathering_columns(size, num_rows):
 
 
 def test_the_other_collectives():
+    """NCCL's groups return None where gloo's return a `Work`: once no engine started on two GPUs.
+    Those of `thread_ranks` do, too."""
     def work(ranks: Ranks):
         summed = ranks.all_reduce(torch.full((2, 3), float(ranks.rank + 1)))
         told = torch.tensor([ranks.rank + 7])
@@ -86,32 +88,6 @@ def test_the_other_collectives():
 
     assert in_threads(thread_ranks(3), work) == [([6.0], 7, 3, 0)] * 3
     assert work(Ranks()) == ([1.0], 7, 5, 0)  # alone: nobody is asked
-
-
-class LikeNCCL:
-    """A group whose collectives return None where they are on the current stream, as NCCL's do
-    since torch 2.8 (`return asyncOp ? work : nullptr`)."""
-
-    def __init__(self, group):
-        self.group = group
-
-    def __getattr__(self, name: str):
-        def collective(*args):
-            work = getattr(self.group, name)(*args)
-            work.wait()
-            return work if args[-1].asyncOp else None
-        return collective
-
-
-def test_where_nccl_returns_none_nothing_is_waited_for():
-    """No engine on several GPUs started."""
-    def work(ranks: Ranks) -> list:
-        ranks.group = LikeNCCL(ranks.group)
-        ranks.broadcast(ranks.all_reduce(torch.ones(1)))
-        best = ranks.gather_best(torch.tensor([[float(ranks.rank)]]), torch.tensor([[ranks.rank]]))
-        return best and best.tolist()
-
-    assert in_threads(thread_ranks(2), work) == [[1], None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from architectures import ARCHITECTURES, GQA, randomise
 from hybrids import HYBRIDS
+from recorded_graphs import RecordedGraph
 from torch import nn
 from transformers import AutoModelForCausalLM
 from weight_kinds import needs_compiler
@@ -39,6 +40,33 @@ def test_norms_and_gated_mlps_of_any_name_are_taken_over(name):
     kinds = Counter(map(type, network.modules()))
     assert (kinds[Norm], kinds[Gated]) == TAKEN[name]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gpt-oss", "phimoe", "nemotron-h"])
+@torch.inference_mode()
+def test_a_mixture_of_any_dtype_is_multiplied_by_a_kernel_that_never_waits(recorded, name, dtype):
+    """Transposed with biases, or not, or without a gate. torch's own grouped product reads on the
+    host where each expert's rows end, and such a network had no CUDA graphs."""
+    kernels = pytest.importorskip("nanoserve.triton_attention")
+    network = network_of(name).to(dtype)
+    path, theirs = next((path, one) for path, one in network.named_modules()
+                        if hasattr(one, "is_transposed"))
+    config, ours = theirs.config, deepcopy(network)
+    take_over(ours, Placement(dtype, torch.device("cpu"), ops=kernels), {})
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, config.hidden_size, generator=generator).to(dtype)
+    scores = torch.randn(7, theirs.num_experts, generator=generator).softmax(-1)
+    weights, ids = scores.masked_fill(torch.arange(theirs.num_experts) == 1, 0).topk(2)
+    arguments, exact = (ids, weights), theirs.double()
+    config._experts_implementation = "eager"
+    right = exact(hidden.double(), *arguments)
+    config._experts_implementation = "grouped_mm"
+    graph = RecordedGraph()
+    graph.capture(lambda: ours.get_submodule(path)(hidden, *arguments))
+    assert (graph.replay() - right).norm() < 4 * torch.finfo(dtype).eps * right.norm()
+    with pytest.raises(RuntimeError, match="_grouped_mm waits"):
+        RecordedGraph.rehearse(lambda: theirs.to(dtype)(hidden, *arguments))
 
 
 @needs_compiler
