@@ -23,7 +23,7 @@ Invariant: no Python loop runs over tokens. Token ids are slices of lists; posit
 vectorised numpy. Block tables and sampling parameters are kept from step to step, at index
 `Sequence.row` of persistent arrays: to copy every table in every step would be the largest cost.
 
-Not known here: the model, how a token is chosen, who is scheduled.
+Not known here: the model, how a token is chosen, which sequences are scheduled.
 """
 
 from collections.abc import Iterable
@@ -91,8 +91,8 @@ class Batch:
     seq_lens_host: list[int]  # (b,)
     network: int = 0  # see `Step`
     graph: tuple[int, ...] = ()  # the `graphs.Size` that is replayed, on all ranks
-    has_controls: bool = False  # with a graph: some row's logits are edited or scored after it
-    is_greedy: bool = False  # with a graph: each row takes its likeliest token
+    has_controls: bool = False  # if a graph runs: some row's logits are edited or scored after it
+    is_greedy: bool = False  # if a graph runs: each row takes its likeliest token
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
     is_padded: bool = False  # a graph's rows have any number of tokens: padding may follow
 
@@ -255,7 +255,7 @@ class BatchBuilder:
     def _pad(self, numbers: dict[str, Any], size: Any) -> None:
         """Bring the sections to the lengths that a graph of this size has recorded."""
         num_rows = max(1, len(numbers["seq_lens"]))
-        width = max(1, len(numbers["block_tables"]) // num_rows)  # of the longest block table
+        width = max(1, len(numbers["block_tables"]) // num_rows)  # the longest table's
         counts = dict(row=size.rows, start=size.rows + 1, block=size.rows * width,
                       token=size.tokens, sample=size.tokens, params=size.tokens)
         for name, one in self.sections.items():

@@ -1,14 +1,14 @@
 """Compile cpu.cpp, or a file like it, for this machine on first use, load it, and call it safely.
 
 A wheel can't know which instructions a CPU has. So it contains the source, and the system's
-compiler makes a library of it once. The library's name has a hash of all that went into it, and a
+compiler makes a library of it once. The library's name contains a hash of all its inputs, and a
 digest of the library itself:
 
     source and headers, flags, the compiler's version, the CPU's features, torch's OpenMP library
       └──► ~/.cache/nanoserve/cpu-2f6a…-91c0….so
 
-Invariants: what lies in that folder will be run, so folder and file must be this user's, closed to
-all others, and no links; otherwise a temporary folder takes its place. A file that was cut off or
+Invariants: files in that folder are run, so folder and file must belong to this user, be closed to
+all others, and be no links; otherwise a temporary folder is used. A file that was cut off or
 damaged could end the process that loads it, so a file is built anew if its digest is not the one in
 its name. A compiler is called without a shell and with a time limit. If several processes start at
 once, one builds and the others wait.
@@ -43,7 +43,7 @@ from tqdm import tqdm
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # Arithmetic as it is written: no -ffast-math, which would also change it for the whole process.
 # -Xpreprocessor hands -fopenmp to the compiler alone: otherwise g++ and clang++ would also link an
-# OpenMP library of their own beside torch's.
+# OpenMP library of their own in addition to torch's.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Xpreprocessor", "-fopenmp",
          "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
 MACROS = ("-dM", "-E", "-x", "c++", os.devnull)  # print them, compile nothing
@@ -291,9 +291,9 @@ class Part(NamedTuple):
     """What a signature says of one argument or result."""
 
     word: str
-    kind: object  # what the word means, None for the dtype of the first argument
+    kind: object  # the word's meaning; None: the dtype of the first argument
     optional: str  # "?" where it may be None
-    dims: list[str]  # its sizes, none for a number
+    dims: list[str]  # sizes; a number has none
 
     def address(self, x, dtype: torch.dtype, sizes: dict[str, int]) -> int | None:
         """Where a tensor's memory is; None if it does not fit. Its sizes are noted in `sizes`."""

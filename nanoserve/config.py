@@ -66,9 +66,9 @@ RATE = 1000  # policy "shortest": prompt tokens that count as much as one second
 
 
 class Policy(NamedTuple):
-    """Who goes first. urgency: a number for a `Sequence`, asked once, when it arrives; the smallest
-    is first, and among equal ones the first that came. interrupts: whether a waiting sequence
-    preempts a running one that comes after it."""
+    """The order of sequences. urgency: a number for a `Sequence`, asked once, when it arrives; the
+    smallest is first, and among equal ones the first that came. interrupts: whether a waiting
+    sequence preempts a running one that comes after it."""
 
     urgency: Callable[[Any], float]
     interrupts: bool = False
@@ -130,7 +130,7 @@ class EngineConfig(Options):
     block_size: Count = 16  # tokens per KV block
     enable_prefix_caching: Flag = True
     enable_chunked_prefill: Flag = True
-    scheduling_policy: Annotated[str, choice(*POLICIES)] = "fcfs"  # who goes first
+    scheduling_policy: Annotated[str, choice(*POLICIES)] = "fcfs"  # the order of requests
     enforce_eager: Flag = False  # no CUDA graphs
     hf_overrides: Annotated[dict, instance(dict, "a dict laid over config.json")] | None = None
     # "auto": a request without parameters takes those of the checkpoint's generation_config.json;
@@ -278,29 +278,29 @@ class SamplingParams:
     frequency_penalty: Penalty = 0.0  # subtracted once per occurrence
     repetition_penalty: Factor = 1.0  # divides; for tokens of the prompt, too
     temperature: Annotated[float, number(0)] = 1.0  # 0: greedy
-    top_p: Share = 1.0  # nucleus: likeliest tokens whose sum reaches this
-    top_k: CountOrAll = 0  # keep the k likeliest; 0 or -1: all
+    top_p: Share = 1.0  # nucleus: keep the likeliest tokens that sum to at least this
+    top_k: CountOrAll = 0  # keep the k likeliest tokens; 0 or -1: all
     min_p: Annotated[float, number(0, 1)] = 0.0  # drop tokens below this share of the likeliest
     seed: Whole | None = None  # None: from the engine's seed and the arrival
     stop: Texts | str | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: Flag = False
     max_tokens: Count | None = 16  # None: up to max_model_len
-    min_tokens: Size = 0  # before them no EOS, stop token, stop string
-    logprobs: CountOrAll | None = None  # of each token and of the k likeliest
-    prompt_logprobs: CountOrAll | None = None  # the same for the prompt
+    min_tokens: Size = 0  # no EOS, stop token or stop string before that many
+    logprobs: CountOrAll | None = None  # for each token: its logprob, and the k likeliest
+    prompt_logprobs: CountOrAll | None = None  # likewise for the prompt's tokens
     detokenize: Flag = True
     skip_special_tokens: Flag = True
     include_stop_str_in_output: Flag = False
     output_kind: OutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: Biases | None = None  # added to the logits
-    allowed_token_ids: SomeTokenIds | None = None  # only these
-    bad_words: Words | None = None  # with or without a space in front
+    allowed_token_ids: SomeTokenIds | None = None  # no other token may come
+    bad_words: Words | None = None  # banned with and without a space in front
     logits_processors: Functions | None = None  # called first
     # After this many tokens of a thought its closing mark is forced: nanoserve_extras/thinking.py.
     thinking_token_budget: CountOrAll | None = None
     structured_outputs: Anything = None  # nanoserve_extras/structured
-    stack_level = 3  # no field: how far above a warning is the line that made the object
+    stack_level = 3  # not a field: frames between a warning and the user's line
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop

@@ -65,7 +65,7 @@ class Edits:
             try:
                 seq.processors = seq.processors or Processors(seq)
                 seq.processors.edit(token_ids, logits[row])
-            except Exception as error:  # the request ends, whatever token the row gets
+            except Exception as error:  # the request ends anyway; the row's token does not matter
                 self.failed.setdefault(seq, f"logits_processors: {error!r}")
         if self.closed is not None:
             rows, ids = self.open
@@ -282,6 +282,6 @@ class RowTokens:
             self.ids.append(np.asarray(ids, dtype=np.int64))
 
     def pairs(self, put: Callable) -> torch.Tensor:
-        """(2, n): every token beside its row."""
+        """(2, n): every token with its row."""
         rows = np.repeat(self.rows, [len(ids) for ids in self.ids])
         return put(np.stack([rows, np.concatenate(self.ids)]), torch.int64)

@@ -19,7 +19,7 @@ Two cases need more. First, a decoder with byte tokens (SentencePiece's, as in L
 decodes a run of bytes as a whole. While the last character of the run is unfinished, the decoder
 gives U+FFFD for all characters of the run, even for those that were emitted already. There the new
 tokens are decoded without the window. Second, a model may write invalid bytes, or special tokens
-without text, for ever. A character has at most four bytes. So after `PATIENCE` tokens without text,
+without text, forever. A character has at most four bytes. So after `PATIENCE` tokens without text,
 only the last four tokens can still become a character: the others are emitted, and the window stays
 short.
 

@@ -63,7 +63,7 @@ GB = 2 ** 30
 # on the heap if smaller than this (the highest value allowed); extend the heap by this much.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_MEMORY = {M_TRIM_THRESHOLD: GB, M_MMAP_THRESHOLD: 2 ** 25, M_TOP_PAD: 2 ** 26}
-# What a row of the largest step asks for: whatever takes memory in the sampler.
+# A row of the largest step asks for everything that takes memory in the sampler.
 EVERYTHING = dict(temperature=1.0, top_k=100, top_p=0.9, logprobs=20, logit_bias={0: 1.0})
 
 
@@ -274,7 +274,7 @@ def take_device(name: str, local_rank: int | None) -> torch.device:
         torch.cuda.set_device(local_rank)
     with current(device):
         torch.cuda.empty_cache()
-        return torch.device("cuda", torch.cuda.current_device())  # with its number: it won't change
+        return torch.device("cuda", torch.cuda.current_device())  # the number won't change
 
 
 def current(device: torch.device) -> AbstractContextManager:
@@ -284,7 +284,7 @@ def current(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raises `ValueError` if memory runs out inside. what: what it is for, and the remedy."""
+    """Raises `ValueError` if memory runs out inside. what: its purpose and the remedy."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:  # torch's, numpy's, mmap's
@@ -306,8 +306,9 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Return it to the system, once: a model's weights were freed, and no step needs so much."""
-    with suppress(AttributeError, OSError, TypeError):  # as in keep_freed_memory
+    """Return freed memory to the system once, after a model's weights were freed: no step needs as
+    much."""
+    with suppress(AttributeError, OSError, TypeError):  # see `keep_freed_memory`
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -341,7 +342,7 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
 class Slabs:
     """`zeros` for weights, which stay: small ones lie side by side, as far as a slab reaches. A
     matrix of 1 MB alone fills no large page, and with small pages reading it took 1.3 times as long
-    (docs/LOG.md, 2026-11-29). A slab's memory is freed with the last weight in it."""
+    (docs/log, 2026-11-29). A slab's memory is freed with the last weight in it."""
 
     def __init__(self):
         self.slab, self.end = lambda: None, 0  # a weak reference, and where the free part begins

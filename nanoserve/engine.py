@@ -331,7 +331,7 @@ class LLMEngine:
         and from anywhere. An error of a tokenizer or an extra is raised after all outputs."""
         def work() -> None:
             errors = self._end(requests)
-            while self.scheduler.in_flight and not self.requests:  # nobody would step for these
+            while self.scheduler.in_flight and not self.requests:  # no caller would step for these
                 self.advance()  # schedules nothing, and takes the result of one step
             if errors:
                 raise errors[0]

@@ -217,7 +217,7 @@ class Hooks:
         self.takes = {name for one in extras for name in one.takes}
         self.interrupts = any(one.interrupts for one in extras)
         for name in NAMES:
-            inherited = vars(Extra)[name]  # it does nothing, so it is left out
+            inherited = vars(Extra)[name]  # the base class's method does nothing
             methods = [getattr(one, name) for one in extras]
             setattr(self, name, [method for method in methods
                                  if getattr(method, "__func__", method) is not inherited])

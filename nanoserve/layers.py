@@ -280,6 +280,6 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions (num_tokens,) -> cos and sin, each (num_tokens, head_dim). Both in float32,
-        whatever the model's dtype: bfloat16 can't tell position 4095 from 4096."""
+        for any dtype of the model: bfloat16 can't tell position 4095 from 4096."""
         angles = positions[:, None] * self.frequencies
         return angles.cos() * self.scale, angles.sin() * self.scale

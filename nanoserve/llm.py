@@ -150,7 +150,7 @@ class LLM(LLMEngine):
                               parts=plan.parts)
         serve = partial(parallel.serve_rank, make_runner=make_runner)
         ranks = parallel.start_ranks(config.num_ranks, config.device, serve, self.make_ranks)
-        # Even if nobody calls shutdown(), the ranks end with the engine, or with the script.
+        # Even without a call of shutdown() the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close)
         try:
             runner = make_runner(ranks=ranks)

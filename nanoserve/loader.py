@@ -13,7 +13,7 @@ that copies what belongs there (layers.py). Names are those that most checkpoint
 of the others are translated here:
 
     model.layers.0.self_attn.k_proj.weight         layers.0.self_attn.k_proj.weight
-    model.language_model.layers.0...               layers.0...         (text beside towers)
+    model.language_model.layers.0...               layers.0...         (the text part)
     ...block_sparse_moe.experts.3.w1.weight        ...mlp.experts.3.gate_proj.weight     (Mixtral)
 
 Invariant: **every part of every parameter is written exactly once.** A tensor that has no place, a
@@ -41,9 +41,9 @@ DIALECTS = [(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", ""),
             (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
             (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj.")]
 ROPE_TABLE = "rotary_emb.inv_freq"  # a buffer in older files, which follows from config.json
-TIED = ("embed_tokens.weight", "lm_head.weight")  # with tied weights two names of one matrix
-DUMMY_NUMBERS = 2 ** 20 + 7  # random ones, then repeated; odd, so that a matrix's rows differ
-Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with its file and name
+TIED = ("embed_tokens.weight", "lm_head.weight")  # two names of one matrix if weights are tied
+DUMMY_NUMBERS = 2 ** 20 + 7  # drawn, then repeated; odd, so that a matrix's rows differ
+Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # each with its file and name
 
 # ---------------------------------------------------------------- which folder
 

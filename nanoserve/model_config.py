@@ -48,7 +48,7 @@ NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 UNDECLARED = ("head_dim", "tie_word_embeddings", "sliding_window_pattern", "rope_theta",
               "rope_scaling", "rope_local_base_freq", "partial_rotary_factor",
               "original_max_position_embeddings")
-# Entries that would change the network in a way that nothing here computes, with the usual value.
+# Entries that would change the network in ways not implemented here, with the usual value.
 NOT_COMPUTED = {"use_bidirectional_attention": False, "is_causal": True, "per_layer_config": None,
                 "partial_rotary_factor": 1, "quantization_config": None, "quantization": None}
 # Entries that have two spellings. An override in one of them would not replace the file's entry in
@@ -58,7 +58,7 @@ SPELLINGS = {"torch_dtype": "dtype", "rope_parameters": "rope_scaling",
                              "rope_parameters")}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 RECIPES = ("default", "linear", "yarn", "llama3")
-KINDS = ("full_attention", "sliding_attention")  # of layers
+KINDS = ("full_attention", "sliding_attention")  # types of layers
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ModelConfig:
                 raise ValueError(f"config.json: {size} is missing")
         kind, flags = FAMILIES[name]
         if kind == "mistral" and config.get("layer_types"):
-            kind = "ministral"  # as transformers does
+            kind = "ministral"  # transformers does so
         return cls.of_family(name, kind, flags, config, generation or {})
 
     @classmethod
@@ -206,7 +206,7 @@ def read_by_transformers(kind: str, config: dict) -> dict:
         hf = made_by(**entries)
         hf.head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         return read_network(hf) | read_experts(hf) | read_ropes(hf)
-    except Exception as error:  # whatever its checks raise; they name the field and the value
+    except Exception as error:  # its checks may raise any error; it names field and value
         why = " ".join(str(error).split())  # on one line
         raise ValueError(f"config.json: transformers' {made_by.__name__} can't read it: {why:.400};"
                          " correct the entry, or give another with hf_overrides={...}") from error

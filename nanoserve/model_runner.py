@@ -47,7 +47,7 @@ from nanoserve.sequence import Step
 
 @dataclass(frozen=True)
 class RankParts:
-    """What reaches every rank beside config and checkpoint. `Extra.prepare` adds to it."""
+    """What every rank gets in addition to config and checkpoint. `Extra.prepare` adds to it."""
 
     replaced: tuple[str, ...] = ()  # functions taken from `ops`: self_test.py
     num_drafts: int = 0  # the most that a step may guess for a row
@@ -139,7 +139,7 @@ class ModelRunner:
                 self.ranks.least, self.run_largest_step)
 
     def run_largest_step(self) -> None:
-        """Take, for a moment, all the memory that a step can take beside the KV cache."""
+        """Take, for a moment, all the memory that a step can take in addition to the KV cache."""
         self.allocate_kv_cache(1, self.config.max_model_len)
         step = device.largest_step(self.config, self.parts.num_drafts)
         for network in range(len(self.networks)):  # a draft network may be the wider one
@@ -199,7 +199,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> SamplerOutput:
         """Queue one step. Returns a token for each of `step.samples()`, and the logprobs that are
-        wanted, on their way to the host; with a pooler, what it makes of the hidden states."""
+        wanted, on their way to the host; with a pooler, its results."""
         size = None if self.graphs is None else self.graphs.size_for(step)
         message = self.builder.take_buffer()
         self.builder.write(step, message, size)

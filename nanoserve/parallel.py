@@ -59,7 +59,7 @@ LOOPBACK = "127.0.0.1"  # ranks on one machine must not be reachable from outsid
 # A *message* is a step's buffer of int32 numbers, which has the same size on every rank. Its first
 # number says how many of them are in use. Below zero it says that the message is no step.
 HEAD = 2 ** 10  # numbers in the first broadcast: most messages of decode steps fit into it
-STOP = -1  # as the first number: no more steps will come
+STOP = -1  # a message's first number: no more steps will come
 
 # A child ignores Ctrl-C, which is rank 0's business, before it does anything that takes time.
 CHILD = ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
@@ -279,7 +279,7 @@ class Ranks:
         """A group between hosts. All of its members call this with the same name and size."""
         options = dist.ProcessGroupGloo._Options()
         options._timeout = FOR_EVER
-        options._threads = max(2, size)  # as many collectives may be begun and not ended
+        options._threads = max(2, size)  # so many collectives may run at once
         device = (dist.ProcessGroupGloo.create_device(hostname=self.address) if self.address
                   else dist.ProcessGroupGloo.create_default_device())
         options._devices = [device]
@@ -370,7 +370,7 @@ class Watch(threading.Thread):
     started, and each of these watches rank 0 (torchrun watches its own).
 
     A collective of gloo fails when another rank's process ends, because its connections close. A
-    collective of NCCL would wait for ever, and so it is aborted here.
+    collective of NCCL would wait forever, so it is aborted here.
     """
 
     BEAT = 0.5  # seconds between two looks

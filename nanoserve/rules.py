@@ -53,7 +53,7 @@ def check_fields(record: Any) -> None:
 def rule_of(kind: Any) -> Rule:
     """The rule in a field's type: `Count` and `Count | None` have the same."""
     for part in (kind, *get_args(kind)):
-        for rule in getattr(part, "__metadata__", ()):  # that of an `Annotated`
+        for rule in getattr(part, "__metadata__", ()):  # present in an `Annotated`
             return rule
     raise AssertionError(f"{kind} has no rule: a field's type is Annotated[type, rule]")
 

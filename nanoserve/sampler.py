@@ -13,7 +13,7 @@ rows is one argmax. The arithmetic is that of `ops`, or of a backend. All three 
 distribution, as functions of seed and position. But one uses an inverse CDF and another one Gumbel
 noise, so the same seed may give different texts on different devices.
 
-Not known here: the queue, text, who receives a token.
+Not known here: the queue, text, the receiver of a token.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ SCORED_ROWS = 64  # scored at a time: 152,000 logits each in float32, and as man
 
 @dataclass
 class SamplingInputs:
-    """What a step's rows ask of the sampler, beside the numbers in the batch."""
+    """What a step's rows ask of the sampler, in addition to the numbers in the batch."""
 
     all_greedy: bool = True
     edits: Edits | None = None
@@ -89,7 +89,7 @@ def put(values, dtype: torch.dtype = torch.float32, *, device: torch.device) -> 
 
 @dataclass
 class Logprobs:
-    """Log-probabilities of p tokens, each beside the k likeliest ones of its position."""
+    """Log-probabilities of p tokens, each with the k likeliest ones of its position."""
 
     ids: torch.Tensor  # (p,)
     values: torch.Tensor  # (p,) float32
@@ -125,7 +125,7 @@ class SamplerOutput:
 
     token_ids: torch.Tensor  # (s,) int64, `NO_TOKEN` for a row whose logits are no numbers
     is_kept: bool = False  # whether a graph chose the tokens, and wrote them to `last_tokens`
-    logprobs: Logprobs | None = None  # of the rows in `logprob_rows`
+    logprobs: Logprobs | None = None  # one for each of `logprob_rows`
     logprob_rows: list[int] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # in the order of positions
     failed: dict[Sequence, str] = field(default_factory=dict)  # see `controls.Edits`

@@ -138,7 +138,7 @@ class Scheduler:
             if seq.num_unknown_tokens and (
                     in_stages or seq.request.needs_output_tokens
                     or num_tokens >= seq.request.max_num_tokens):
-                continue  # the next draw needs the unknown token, or that is the last (8th of 8)
+                continue  # the unknown token must be known first, or is the last (8th of 8)
             gap = num_tokens - start
             end = start + (gap if gap <= 1 else min(gap, step.budget))
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):

@@ -4,7 +4,7 @@ A backend may be missing: there is no compiler, no triton, or an old GPU. Then `
 specification, takes its place where the user left the choice open.
 
 A backend that is there may still be wrong. The tests compare the backends with `ops` on their
-makers' machines. A user's GPU, driver or compiler is another, and an error there is mostly silent:
+makers' machines. A user's GPU, driver or compiler may differ, and an error there is mostly silent:
 fluent text from wrong numbers. So the first start compares, at the model's shapes and in its dtype:
 
     numbers ──┬──► functions of the backend ───┐
@@ -46,11 +46,12 @@ from nanoserve.sequence import CoreRequest, Sequence, Step, visible
 # Relative to the norm of the right result; it allows for a rounding of each number on the way, and
 # one at the end.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
+# These functions of `ops` wait for the device: with them no graph can be recorded.
+WAITS = {"norm_rope_store", "experts"}
 EPS = 1e-6
 ROWS = (1, 9, 64)
 KV_HEADS = 2
-# (query_len, seq_len) of each row: one long row, whose keys are split; many rows; decodes beside
+# (query_len, seq_len) of each row: one long row, whose keys are split; many rows; decodes with
 # drafts or chunks.
 CROWDS = {
     "1 row": [(1, 700)],
@@ -60,8 +61,8 @@ CROWDS = {
     "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
 
 Backend = ModuleType | SimpleNamespace
-Results = Iterator[tuple[str, torch.Tensor]]  # what was computed, and the numbers
-Pairs = Iterable[tuple[str, torch.Tensor, torch.Tensor]]  # the same, and the right numbers
+Results = Iterator[tuple[str, torch.Tensor]]  # name of a result, its numbers
+Pairs = Iterable[tuple[str, torch.Tensor, torch.Tensor]]  # name, numbers, the right numbers
 
 
 # ------------------------------------------------------------- the backend is there
@@ -334,7 +335,7 @@ def mixture(backend: Backend, shapes: Shapes, x: torch.Tensor) -> torch.Tensor:
 
 def attention(backend: Backend, shapes: Shapes) -> Results:
     for what, rows in CROWDS.items():
-        crowd = Crowd(backend, shapes._replace(exact=False), rows)  # as exact as its keys
+        crowd = Crowd(backend, shapes._replace(exact=False), rows)  # no more exact than its keys
         for window in shapes.windows:
             yield f"paged_attention of {what}", crowd.attend(window)
 
@@ -395,7 +396,7 @@ class Crowd:
         self.qkv = self.qkv_of(self.batch)
 
     def qkv_of(self, batch: Batch) -> torch.Tensor:
-        heads = KV_HEADS * (self.shapes.group + 2)  # of q, k and v
+        heads = KV_HEADS * (self.shapes.group + 2)  # heads of q, k and v
         return self.shapes.numbers(batch.num_tokens, heads, self.shapes.head_dim)
 
     def attend(self, window: int | None = None) -> torch.Tensor:

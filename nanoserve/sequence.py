@@ -44,7 +44,7 @@ from typing import Any
 
 from nanoserve.config import SamplingParams
 
-NO_TOKEN = -1  # a sample whose logits are no numbers: NaN or infinity
+NO_TOKEN = -1  # the sample of a row whose logits have NaN or infinity
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class CoreRequest:
     eos_ids: frozenset[int] = frozenset()  # the stop_ids that are EOS: these give no stop_reason
     late_ids: frozenset[int] = frozenset()  # tokens not allowed before params.min_tokens
     bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
-    added_processors: list[Callable] = field(default_factory=list)  # those of extras
+    added_processors: list[Callable] = field(default_factory=list)  # added by extras
     adapter_id: int = 0  # 0: no LoRA adapter
     root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
     contents: dict[int, bytes] = field(default_factory=dict)  # block index -> its image's hash
@@ -167,7 +167,7 @@ class Step:
     index: int
     num_new_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
-    sampling: list[Sequence] = field(default_factory=list)  # those that close their gap
+    sampling: list[Sequence] = field(default_factory=list)  # sequences that close their gap
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each adds one sample
     network: int = 0  # 0: the served model; 1: the network that drafts for it, greedily
     shift: int = 0  # 1: a position's input is the token after it

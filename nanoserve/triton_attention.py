@@ -164,7 +164,7 @@ def _num_splits(num_tiles: int, num_kv_heads: int, programs: int) -> int:
     two, from shapes alone. programs: as many as are worth starting.
 
     On an H100 with 8 KV heads: 32 for one tile, 4 for 8, 2 for 16, and 1 from 32 on; of a long row
-    16 beside 31 others, 2 beside 255.
+    16 among 31 others, 2 among 255.
     """
     if INTERPRETED:  # one program after the other: nothing to gain
         return 1
@@ -176,8 +176,8 @@ def _num_splits(num_tiles: int, num_kv_heads: int, programs: int) -> int:
 def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_int8: bool,
            phase: str) -> dict:
     """The table's entry, for this head size: a tile of keys keeps its size in bytes, within 16 to
-    64 keys. fp32, for comparisons and without tensor cores, gets half of that, to avoid spills, and
-    so do 8 bits, which are widened in registers: a prefill has a tile more on its way."""
+    64 keys. fp32, for comparisons and without tensor cores, gets half of that, to avoid spills. So
+    do 8 bits, which are widened in registers; a prefill loads one more tile of them ahead."""
     entry = LAUNCHES[arch, phase]
     block_d = max(16, triton.next_power_of_2(head_dim))
     size = block_d * dtype.itemsize ** 2  # 512 for the table's 128 numbers of 2 bytes
@@ -244,7 +244,7 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
         if WINDOW > 0:
             free = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
     tokens -= first_token
-    if stats_ptr is not None:  # as many tiles each but for the last ones, which may have none
+    if stats_ptr is not None:  # splits have equally many tiles; the last ones fewer, or none
         share = tl.maximum(tl.cdiv(end - first, even), MIN_SPLIT_KEYS)
         share = tl.minimum(share, tl.maximum(tl.cdiv(end - first, tl.num_programs(2)), LONG_KEYS))
         first += split * tl.cdiv(share, BLOCK_N) * BLOCK_N
@@ -257,7 +257,7 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
 
     highest = tl.full((BLOCK_M,), -1e30, tl.float32)  # not -inf: inf - inf is NaN
     total = tl.zeros((BLOCK_M,), tl.float32)
-    if sinks_ptr is not None:  # as if the sink's key had been the first: of the first split alone
+    if sinks_ptr is not None:  # the sink counts as a key before all others, in split 0 only
         sinks = tl.maximum(tl.load(sinks_ptr + heads) * LOG2E, highest)
         highest = tl.where(split == 0, sinks, highest)
         total += tl.where(split == 0, 1.0, 0.0)

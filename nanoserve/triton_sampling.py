@@ -1,12 +1,12 @@
 """Triton kernels that choose a token of each row: `sample_tokens`; `thresholds`, where filters cut.
 
-Twins of their namesakes in `ops`. A row of 150,000 logits is read in chunks by many programs, and
-no logit is sorted or written:
+Each has its specification in `ops`. A row of 150,000 logits is read in chunks by many programs, and
+no logit is sorted or written back:
 
     logits ──► argmax(logits / temperature + Gumbel noise)      a random number for each logit
     logits ──► bisection for the number from which on the weight reaches k, or p ──► thresholds
 
-Invariants: those of kernels_fused. Nothing waits for the device, the same call gives the same bits.
+Invariants: nothing waits for the device, and the same call gives the same bits.
 Random numbers are SplitMix64's, which takes three multiplications a logit; Philox takes forty.
 """
 

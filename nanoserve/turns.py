@@ -1,4 +1,4 @@
-"""Threads that share an engine take turns: no thread waits for ever.
+"""Threads that share an engine take turns: no thread waits forever.
 
 A turn is a `with` block. Ctrl-C is held from its beginning to its end. Otherwise it could come
 between two lines of `__exit__`, and leave a turn that never ends.
