@@ -30,7 +30,7 @@ from itertools import count
 
 from nanoserve import hooks
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.inputs import InputProcessor, Prompt
+from nanoserve.inputs import InputProcessor, Prompt, one_for_each
 from nanoserve.model_runner import ModelRunner
 from nanoserve.progress import say
 from nanoserve.request import Inbox, Request, RequestOutput
@@ -64,37 +64,6 @@ class LLMEngine:
             extra.attach(self)
         self.hooks.keep(self.extras)
 
-    def check_added(self, extra: hooks.Extra) -> None:
-        """Raises `ValueError` for an extra that changes how an engine is made: this engine's
-        weights, cache and buffers exist already."""
-        hooks.checked([*self.extras, extra], self.config.scheduling_policy)
-        if hooks.most_drafts([extra]) and self.scheduler.most_drafts is None:
-            raise ValueError(f"{extra.name} drafts: it needs an engine with no overlap, and with "
-                             "buffers for drafts: make the engine with extras=[...]")
-        if type(extra).prepare is not hooks.Extra.prepare:
-            raise ValueError(f"{extra.name} can't be added to an engine that runs, because it "
-                             "changes how one is made: make the engine with extras=[...]")
-
-    def add(self, extra: hooks.Extra) -> None:
-        """Add one more extra, between two steps. Its hooks are called after those of all others.
-        If `check_added` raises `ValueError`, nothing is added."""
-        with self.turns:
-            self.check_added(extra)
-            extra.engine = weakref.proxy(self)
-            extra.attach(self)  # an error in it leaves the engine as it was
-            self.extras.append(extra)
-            self.hooks.keep(self.extras)
-
-    def remove(self, extra: hooks.Extra) -> None:
-        """Remove an extra, between two steps. Its `close` is not called. Raises `ValueError` for
-        one that the engine doesn't have."""
-        with self.turns:
-            if extra not in self.extras:
-                raise ValueError(f"{extra!r} can't be removed: it is not among llm.extras")
-            self.extras.remove(extra)
-            self.hooks.keep(self.extras)
-            self.scheduler.sort()  # it may have had an order
-
     # ---------------------------------------------------------- requests in
 
     def make_request(self, request_id: str, prompt: Prompt,
@@ -103,27 +72,30 @@ class LLMEngine:
         """Tokenise and check a request. Queues nothing; raises `ValueError`. Every accepted request
         fits in the KV cache, because a sequence of `max_model_len` tokens does. given: arguments
         for extras, such as an adapter."""
-        self.check_ready()
+        self.check_open()
         request = self.inputs.process(request_id, prompt, sampling_params, priority, **given)
-        request.check_taken(self.hooks.takes)
         for check in self.hooks.check:
             check(request)
         return request
 
     def make_requests(self, prompts: Prompt | list[Prompt], sampling_params: object = None,
-                      **given: object) -> list[Request]:
+                      priority: object = None, **given: object) -> list[Request]:
         """Make one request for each prompt. Queues nothing; raises `ValueError` if any prompt is
-        invalid. sampling_params, and each argument in `given`: a value for all prompts, or a list
-        with one for each."""
+        invalid. sampling_params, priority, and each argument in `given`: a value for all prompts,
+        or a list with one for each."""
         self.check_open()
+        prompts = self.inputs.list_prompts(prompts)
+        given["sampling_params"] = sampling_params
+        given["priority"] = 0 if priority is None else priority
+        columns = {name: one_for_each(value, len(prompts), name) for name, value in given.items()}
         requests = []
-        asked = self.inputs.requests_of(prompts, sampling_params=sampling_params, **given)
-        for i, arguments in enumerate(asked):
+        for i, prompt in enumerate(prompts):
+            row = {name: values[i] for name, values in columns.items()}
             try:
-                requests.append(self.make_request("", **arguments))
+                requests.append(self.make_request("", prompt, **row))
             except ValueError as error:
                 requests.clear()  # the traceback would keep them and their adapters alive
-                where = f"prompt {i}: " if len(asked) > 1 else ""
+                where = f"prompt {i}: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{error}") from error
         return requests
 
@@ -131,7 +103,7 @@ class LLMEngine:
         """Queue a request. Its outputs go to `inbox`, which may be anything with `append`. Raises
         `ValueError`, and queues nothing, if its id is in use."""
         with self.turns:
-            self.check_ready()
+            self.check_open()
             if not request.request_id:  # chosen late: a stream may start long after it was made
                 request.request_id = next(
                     name for name in map(str, self.names) if name not in self.requests)
@@ -172,7 +144,8 @@ class LLMEngine:
         or ended; with `output_kind` FINAL_ONLY only for those that ended."""
         with self.turns:
             self.advance()
-            self.turns.deliver_ctrl_c()  # now, while the outputs are still in the inbox
+            with self.turns.interruptible():
+                pass  # Ctrl-C is raised now, while the outputs are still in the inbox
             outputs, self.inbox[:] = self.inbox[:], []  # the list object stays: requests have it
             return outputs
 
@@ -275,6 +248,8 @@ class LLMEngine:
                 self.requests[seq.request.request_id].history.add_prompt(positions, own)
             except FloatingPointError as error:
                 self._fail({seq: no_numbers(error, self.config.dtype)})
+            except Exception as error:  # of the tokenizer
+                self._fail({seq: str(error)})
 
     def _fail(self, failed: dict[Sequence, str]) -> None:
         """End the requests of some sequences, and no others. failed: sequence -> reason."""
@@ -330,30 +305,30 @@ class LLMEngine:
         outputs so far go to their inboxes, with `finish_reason` "abort". May be called at any time
         and from anywhere. An error of a tokenizer or an extra is raised after all outputs."""
         def work() -> None:
-            errors = self._end(requests)
-            while self.scheduler.in_flight and not self.requests:  # no caller would step for these
-                self.advance()  # schedules nothing, and takes the result of one step
-            if errors:
-                raise errors[0]
+            try:
+                self._end(requests)
+            finally:
+                # No caller would step for these.
+                while self.scheduler.in_flight and not self.requests:
+                    self.advance()  # schedules nothing, and takes the result of one step
         self.turns.post(work)
 
-    def _end(self, requests: Iterable[Request], why: str | None = None) -> list[Exception]:
-        """Abort requests and hand over their outputs. Returns the errors of tokenizers and extras.
-        why: the `stop_reason`, if the engine ends them."""
-        errors: list[Exception] = []
-        for request in requests:
-            if self.requests.get(request.request_id) is not request:
-                continue  # it has ended or was never submitted; another request may have its id now
-            for seq in request.sequences:
-                self.scheduler.finish(seq, "abort", why)
-            try:
-                try:
-                    request.flush()
-                finally:
-                    self._hand_over([request], request.sequences)
-            except Exception as error:  # raised after all are aborted
-                errors.append(error)
-        return errors
+    def _end(self, requests: list[Request], why: str | None = None) -> None:
+        """Abort requests and hand over their outputs. After that, the error of a tokenizer or an
+        extra is raised. why: the `stop_reason`, if the engine ends them."""
+        with ExitStack() as ends:  # which calls all of them, the last one first
+            for request in reversed(requests):
+                ends.callback(self._abort, request, why)
+
+    def _abort(self, request: Request, why: str | None) -> None:
+        if self.requests.get(request.request_id) is not request:
+            return  # it has ended or was never submitted; another request may have its id now
+        for seq in request.sequences:
+            self.scheduler.finish(seq, "abort", why)
+        try:
+            request.flush()
+        finally:
+            self._hand_over([request], request.sequences)
 
     def shutdown(self) -> None:
         """Give back all memory; a second call is harmless. Waits for another thread's step. Within
@@ -378,12 +353,6 @@ class LLMEngine:
         if self.runner is None:
             raise RuntimeError("this engine was shut down: make a new LLM")
         self.runner.ranks.raise_if_broken()
-
-    def check_ready(self) -> None:
-        """Raises `RuntimeError` if no request can be served at the moment, or ever again."""
-        self.check_open()
-        for check in self.hooks.ready:
-            check()
 
     # -------------------------------------------------------------- the rest
 

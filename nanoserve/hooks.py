@@ -8,9 +8,8 @@ nothing, and overrides those that it needs:
                                          ended, idle ◄─ updated, or dropped ◄─ gave_up ◄─ its tokens
     between two requests: reset, close                   at any time: committed, evicted
 
-Extras are called in the order of `engine.extras`: those that the options ask for, then those of
-`LLM(extras=[...])`, then those added later. If several cut a chunk, each gets the tokens that the
-one before it left; the first that has drafts for a row gives them.
+Extras are called in the order of `engine.extras`. If several cut a chunk, each gets the tokens that
+the one before it left; the first that has drafts for a row gives them.
 
 An error in a hook is raised in the call that led to the hook. A step that was only planned is then
 dropped. Tokens that count already reach their callers. The requests go on.
@@ -37,17 +36,16 @@ class Extra:
 
     Options: the class of its options. name: how the user names it, for messages. needs, ends: facts
     that must be true with it, and facts that are untrue with it (nanoserve_extras/base/facts.py).
-    takes: the fields of a request that it honours (`request.HANDED_ON`). most_drafts: the most
-    tokens that `draft` guesses for a row. interrupts: with `order`, whether a waiting sequence
-    preempts a running one that comes after it. All of these are known before `prepare`. engine: a
-    weak reference to the `LLMEngine`, which holds this object; set before `attach`.
+    most_drafts: the most tokens that `draft` guesses for a row; 0 if it guesses none. interrupts:
+    with `order`, whether a waiting sequence preempts a running one that comes after it. All of
+    these are known before `prepare`. engine: a weak reference to the `LLMEngine`, which holds this
+    object; set before `attach`.
     """
 
     Options: type[Options] = Options
     needs: frozenset = frozenset()
     ends: frozenset = frozenset()
-    takes: tuple[str, ...] = ()
-    most_drafts: int = 4
+    most_drafts: int = 0
     interrupts: bool = False
     engine: Any
 
@@ -69,16 +67,13 @@ class Extra:
 
     def attach(self, engine: Any) -> None:
         """Make the objects that need the `LLMEngine`, and keep no strong reference to it. Called
-        once: when runner and scheduler exist, or by `engine.add`."""
+        once: when runner and scheduler exist, or by `LLM.add`."""
 
     # ------------------------------------------------------------------ requests
 
-    def ready(self) -> None:
-        """Raise `RuntimeError` if no request can be served now. Called before one is made."""
-
     def check(self, request: Any) -> None:
-        """Check a `Request`, and put what it asks for (a grammar, say) into `request.made[self]`.
-        Called in the caller's thread before the request is queued; raises `ValueError`."""
+        """Check a `Request`, and make what it asks for (a grammar, say). Called in the caller's
+        thread before the request is queued; raises `ValueError`."""
 
     def added(self, request: Any) -> None:
         """Note a `Request`'s sequences. Called when they are queued, between two steps."""
@@ -169,7 +164,7 @@ class Extra:
         """
 
     def close(self) -> None:
-        """Give back memory, threads and files. Called by `engine.shutdown`, not by `engine.remove`.
+        """Give back memory, threads and files. Called by `engine.shutdown`, not by `LLM.remove`.
         """
 
 
@@ -195,11 +190,6 @@ def checked(extras: Any, policy: str = "fcfs") -> list[Extra]:
     return kept
 
 
-def most_drafts(extras: Iterable[Extra]) -> int:
-    """The most tokens that any of these extras guesses for a row; 0 if none drafts."""
-    return max([one.most_drafts for one in extras if Hooks([one]).draft], default=0)
-
-
 class Hooks:
     """The overridden methods of some extras, by name: `for tell in hooks.evicted: tell(entry)`.
 
@@ -214,7 +204,6 @@ class Hooks:
 
     def keep(self, extras: Iterable[Extra]) -> None:
         extras = list(extras)
-        self.takes = {name for one in extras for name in one.takes}
         self.interrupts = any(one.interrupts for one in extras)
         for name in NAMES:
             inherited = vars(Extra)[name]  # the base class's method does nothing

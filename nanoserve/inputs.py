@@ -2,18 +2,21 @@
 
     conversation ──render_chat──► dict ─┐
     str, dict, token ids ───────────────┴─read_prompt──┐
-    SamplingParams ──checked against the vocabulary────┴─► process ──► Request
+    SamplingParams ──read_params───────────────────────┴─► process ──► Request
 
 Invariant: a request is checked completely, so the engine only meets requests that can run. An error
 names the field, its value and the remedy, and no other request is affected. An `InputProcessor` is
 never changed, so any number of threads can use one.
 
-What needs neither a tokenizer nor a vocabulary is checked in config.py. Known limit: a message's
-content is a text (nanoserve_extras/base/inputs.py takes other forms). Road not taken: some servers
-cut a prompt that is too long and clamp a value that is too large. Here both are refused, because
-the caller would get an answer to another question.
+What needs neither a tokenizer nor a vocabulary is checked in config.py. Known limits: a message's
+content is a text, a request without parameters gets the defaults of `SamplingParams`, and a stop
+string that is a special token is never found in a text without special tokens
+(nanoserve_extras/base/inputs.py knows more). Road not taken: some servers cut a prompt that is too
+long and clamp a value that is too large. Here both are refused, because the caller would get an
+answer to another question.
 """
 
+import time
 from dataclasses import replace
 from numbers import Integral
 
@@ -21,60 +24,45 @@ from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.model_config import ModelConfig
 from nanoserve.request import Request
+from nanoserve.sequence import CoreRequest
 
 # "Once upon a time", [5, 9, 31], {"prompt": "Once upon a time"}, {"prompt_token_ids": [5, 9, 31]}
 Prompt = str | dict | list[int]
-
-# Entries of generation_config.json -> the fields of `SamplingParams` that they give values for.
-RECOMMENDED = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
-                   repetition_penalty="repetition_penalty", max_new_tokens="max_tokens",
-                   min_new_tokens="min_tokens", stop_strings="stop")
 
 
 class InputProcessor:
     """Makes checked requests. config: resolved, with the `max_model_len` that fits the KV cache."""
 
     request_class = Request  # what `process` makes; a subclass may add fields
+    # Fields of `SamplingParams` that only an extra can honour; its `InputProcessor` takes them.
+    refused: tuple[str, ...] = ("structured_outputs", "thinking_token_budget")
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig,
                  tokenizer: Tokenizer | None):
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.suppressed = self._read_suppressed()
-
-    def check_generates(self) -> None:
-        """Raises `ValueError` if the model writes no text; a subclass may serve such models."""
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
-                priority: int = 0, lora_request: object = None) -> Request:
+                priority: int = 0) -> Request:
         """Make a request. Raises `ValueError` for an empty or over-long prompt, a token outside the
         vocabulary, or parameters out of range."""
         self.check_envelope(request_id, priority)
         text, ids = self.read_prompt(prompt)
         self._check_length(ids)
-        params = self._read_params(params)
-        bad_word_ids = self.suppressed + self._bad_word_ids(params.bad_words or [])
+        params = self.read_params(params)
         late_ids = self._late_ids(params)
+        bad_word_ids = self.bad_word_ids(params)
         self._check_something_is_left(params, late_ids, bad_word_ids)
+        eos_ids = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
         longest = self.config.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(ids) + params.max_tokens)
-        eos_ids = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
-        return self.request_class(request_id, text, ids, params, priority, longest, eos_ids,
-                                  late_ids, bad_word_ids, self.tokenizer, lora_request=lora_request)
-
-    def requests_of(self, prompts: Prompt | list[Prompt], **given: object) -> list[dict]:
-        """The arguments of `make_request`, a dict for each prompt. given: each argument is a value
-        for all prompts, or a list with one for each; `None` is left out."""
-        prompts = as_list(prompts)
-        requests = [{"prompt": prompt} for prompt in prompts]
-        for name, value in given.items():
-            values = one_for_each(value, len(prompts), name)
-            for request, own in zip(requests, values, strict=True):
-                if own is not None:
-                    request[name] = own
-        return requests
+        core = CoreRequest(
+            request_id, params, priority=priority, arrival_time=time.time(),
+            max_num_tokens=longest, stop_ids=eos_ids.union(params.stop_token_ids), eos_ids=eos_ids,
+            late_ids=late_ids, bad_word_ids=bad_word_ids)
+        return self.request_class(request_id, core, params, text, ids, self.tokenizer)
 
     def check_envelope(self, request_id: str, priority: int) -> None:
         """Check the arguments that every kind of request has. (As in vLLM, a priority is accepted
@@ -85,6 +73,10 @@ class InputProcessor:
             raise ValueError(f"priority must be a whole number, got {priority!r:.80}")
 
     # ------------------------------------------------------------------- prompts
+
+    def list_prompts(self, prompts: Prompt | list[Prompt]) -> list[Prompt]:
+        """A list of prompts. One prompt becomes a list of one; token ids are one prompt."""
+        return as_list(prompts)
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text of a prompt in any form (None if it has no text) and its token ids.
@@ -102,17 +94,7 @@ class InputProcessor:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"the prompt is empty or no text: {text!r}")
             ids = self.encode(text)
-        if not isinstance(ids, (list, tuple)) or not all(map(is_token_id, ids)):
-            raise ValueError(f"a prompt must be a str, a dict or a list of token ids, got "
-                             f"{type(prompt).__name__}: {str(prompt)[:80]}")
-        if not ids:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        vocab_size = self.model_config.vocab_size
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < vocab_size)
-            raise ValueError(f"token id {wrong} of the prompt is outside the vocabulary of "
-                             f"{vocab_size} (0 to {vocab_size - 1})")
-        return text, [int(i) for i in ids]
+        return text, self._check_ids(ids)
 
     def read_dict(self, prompt: dict) -> tuple[str | None, list[int] | None]:
         """The text and the token ids in a prompt dict, either of which may be missing."""
@@ -122,6 +104,19 @@ class InputProcessor:
             raise ValueError("a prompt dict takes 'prompt' or 'prompt_token_ids', got "
                              f"{sorted(map(str, prompt))}")
         return text, ids
+
+    def _check_ids(self, ids: list[int]) -> list[int]:
+        if not isinstance(ids, (list, tuple)) or not all(map(is_token_id, ids)):
+            raise ValueError(f"a prompt must be a str, a dict or a list of token ids, got "
+                             f"{type(ids).__name__}: {str(ids)[:80]}")
+        if not ids:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        vocab_size = self.model_config.vocab_size
+        for token_id in (min(ids), max(ids)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"token id {token_id} of the prompt is outside the vocabulary of "
+                                 f"{vocab_size} (0 to {vocab_size - 1})")
+        return [int(i) for i in ids]
 
     def _check_length(self, ids: list[int]) -> None:
         """Refuse a prompt that leaves no room for an output token. With a `max_model_len` of 1,024,
@@ -137,21 +132,20 @@ class InputProcessor:
     def render_chats(self, messages: list, **template_options) -> list[dict]:
         """A prompt for each conversation. messages: one conversation, which is a list of dicts, or
         a list of conversations."""
-        many = isinstance(messages, (list, tuple)) and not any(
+        is_one = not isinstance(messages, (list, tuple)) or any(
             isinstance(message, dict) for message in messages)
-        conversations = messages if many else [messages]
+        conversations = [messages] if is_one else messages
         return [self.render_chat(one, **template_options) for one in conversations]
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
         """The prompt dict that the chat template makes of a conversation: text and token ids."""
         tokenizer = self.tokenizer_for("chat()")
-        check_conversation(conversation)
-        self.check_template(template_options)
         for message in conversation:
-            if not (isinstance(message.get("role"), str)
-                    and isinstance(message.get("content"), str)):
-                raise ValueError("a message needs texts as its 'role' and its 'content' (the "
-                                 f"package nanoserve_extras reads more), got {message!r:.80}")
+            is_dict = isinstance(message, dict)
+            if not is_dict or not (isinstance(message.get("role"), str)
+                                   and isinstance(message.get("content"), str)):
+                raise ValueError("a conversation must be a list of dicts with texts as 'role' and "
+                                 f"'content' (nanoserve_extras reads more), got {message!r:.80}")
         try:
             text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_options)
         except Exception as error:  # a template is a program, and may raise anything
@@ -159,14 +153,6 @@ class InputProcessor:
         # The template has already written the special tokens, BOS included.
         return {"prompt": text,
                 "prompt_token_ids": self.encode(text, add_special_tokens=False)}
-
-    def check_template(self, template_options: dict) -> None:
-        """Raises `ValueError` if neither the caller nor the tokenizer has a chat template."""
-        tokenizer = self.tokenizer_for("chat()")
-        if not (template_options.get("chat_template") or tokenizer.chat_template):
-            raise ValueError("the tokenizer has no chat template, as that of a base model, "
-                             "which continues texts: pass chat_template= (--chat-template FILE), "
-                             "use generate(), or install mistral-common for a tekken.json")
 
     def encode(self, text: str, what: str = "a text prompt",
                add_special_tokens: bool = True) -> list[int]:
@@ -185,25 +171,29 @@ class InputProcessor:
 
     # ---------------------------------------------------------------- parameters
 
-    def _read_params(self, given: SamplingParams | None) -> SamplingParams:
-        """A copy of the given parameters, checked against the vocabulary, with token ids for the
-        stop strings that are special tokens."""
+    def default_sampling_params(self) -> SamplingParams:
+        """For a request without parameters."""
+        return SamplingParams()
+
+    def read_params(self, given: SamplingParams | None) -> SamplingParams:
+        """A copy of the given parameters, checked against tokenizer and vocabulary."""
         if given is not None and not isinstance(given, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {given!r}")
         # Making the copy checks the fields once more. The caller may have changed them since, and
         # may change them again while the request runs.
         params = replace(given or self.default_sampling_params())
+        for name in self.refused:
+            if getattr(params, name) is not None:
+                raise ValueError(f"{name}={getattr(params, name)!r:.80}: this engine has no extra "
+                                 "that reads it, leave it out")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids")
-        params.stop_token_ids = [*params.stop_token_ids, *self._stops_that_are_skipped(params)]
         self._check_vocabulary(params)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) == -1:  # all: from here on a number like any other
-                setattr(params, name, self.model_config.vocab_size)
         return params
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
-        """Token ids must be in the vocabulary: on a GPU a wrong index ends the whole process."""
+        """Token ids must be in the vocabulary: on a GPU a wrong index ends the whole process. -1
+        logprobs, which are all of them, become a number like any other."""
         size = self.model_config.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
@@ -211,34 +201,20 @@ class InputProcessor:
                     raise ValueError(f"{name} names token {token_id}, which is outside the "
                                      f"vocabulary of {size} (0 to {size - 1}): leave it out")
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > size:
-                raise ValueError(f"{name}={getattr(params, name)} is more than the vocabulary has: "
-                                 f"use at most {size}, or -1 for all")
+            num_top = getattr(params, name)
+            if num_top == -1:
+                setattr(params, name, size)
+            elif num_top is not None and num_top > size:
+                raise ValueError(f"{name}={num_top} is more than the vocabulary has: use at most "
+                                 f"{size}, or -1 for all")
 
-    def _stops_that_are_skipped(self, params: SamplingParams) -> list[int]:
-        """The ids of the stop strings that are special tokens, such as "<|im_end|>". With
-        `skip_special_tokens` they never appear in the text, so they must become stop tokens. Raises
-        `ValueError` for a stop string of such a token and more."""
-        found: list[int] = []
-        for stop in params.stop if params.skip_special_tokens else ():
-            ids = self.encode(stop, "stop", add_special_tokens=False)
-            shown = self.tokenizer.decode(ids, skip_special_tokens=True)
-            whole = self.tokenizer.decode(ids, skip_special_tokens=False)
-            if stop not in whole or stop in shown:
-                continue
-            if len(ids) > 1:
-                raise ValueError(f"stop={stop!r} contains a special token, which the text never "
-                                 "shows: use skip_special_tokens=False, or that token alone")
-            found += ids
-        return found
-
-    def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """The tokens of each word, without and with a space in front: most tokenizers have other
-        tokens for the second form. (vLLM leaves that form out if it has another number of tokens;
-        here it is left out only if it ends with the first form, which bans it anyway.)"""
+    def bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens of each bad word, without and with a space in front: most tokenizers have
+        other tokens for the second form. (vLLM leaves that form out if it has another number of
+        tokens; here it is left out only if it ends with the first form, which bans it anyway.)"""
         found: list[list[int]] = []
-        for word in words:
-            what = f"bad_words={words!r}"
+        for word in params.bad_words or []:
+            what = f"bad_words={params.bad_words!r}"
             bare = self.encode(word.lstrip(), what, add_special_tokens=False)
             spaced = self.encode(" " + word.lstrip(), what, add_special_tokens=False)
             if not bare or max(bare + spaced) >= self.model_config.vocab_size:
@@ -274,8 +250,7 @@ class InputProcessor:
         would work (two allowed tokens, each banned after the other).
         """
         allowed = set(params.allowed_token_ids or ())
-        words = [word for word in bad_word_ids if not allowed or allowed.issuperset(word)]
-        banned = {word[-1] for word in words}
+        banned = {word[-1] for word in bad_word_ids if not allowed or allowed.issuperset(word)}
         if params.min_tokens:
             banned |= late_ids
         some_left = allowed - banned if allowed else len(banned) < self.model_config.vocab_size
@@ -285,44 +260,6 @@ class InputProcessor:
                 f"{str(params.bad_words):.80} and min_tokens={params.min_tokens} leave no token "
                 "that is always possible (min_tokens rules out EOS and stop_token_ids, a bad word "
                 "its last token, generation_config.json its suppress_tokens): allow another token")
-
-    # --------------------------------------------------- generation_config.json
-
-    def recommended(self) -> dict:
-        """Fields of `SamplingParams` for which generation_config.json has a value."""
-        if self.config.generation_config != "auto":
-            return {}
-        entries = self.model_config.generation_defaults
-        return {ours: entries[theirs] for theirs, ours in RECOMMENDED.items()
-                if entries.get(theirs) is not None}
-
-    def default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json recommends, else the defaults of `SamplingParams`."""
-        found = self.recommended()
-        try:
-            params = SamplingParams(**{"max_tokens": None} | found)
-        except ValueError as error:
-            raise ValueError("generation_config.json recommends what can't be used "
-                             f"({error}): pass sampling_params") from error
-        if "max_tokens" not in found:
-            params.max_tokens = max(SamplingParams.max_tokens, params.min_tokens)
-        return params
-
-    def _read_suppressed(self) -> list[list[int]]:
-        """The tokens that generation_config.json forbids for all requests, as bad words of one
-        token: `suppress_tokens`, and the entries of `bad_words_ids` that are one token and no EOS.
-        As in transformers, ids outside the vocabulary forbid nothing."""
-        entries = self.model_config.generation_defaults
-        try:
-            ids = list(entries.get("suppress_tokens") or [])
-            words = [list(word) for word in entries.get("bad_words_ids") or []]
-        except TypeError:
-            ids, words = [None], []  # not lists: refused below
-        ids += [word[0] for word in words if len(word) == 1 and word[0] not in self.eos_ids]
-        if any(type(i) is not int for i in ids):
-            raise ValueError("generation_config.json: suppress_tokens and bad_words_ids must be "
-                             "lists of token ids, and of such lists: correct or remove them")
-        return [[i] for i in dict.fromkeys(ids) if 0 <= i < self.model_config.vocab_size]
 
 
 # ------------------------------------------------------------ lists of arguments
@@ -337,16 +274,8 @@ def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     """A list of prompts. One prompt becomes a list of one; a list of token ids is one prompt."""
     if not isinstance(prompts, (str, dict, list, tuple)):
         raise ValueError(f"prompts must be a str, a dict or a list, got {type(prompts).__name__}")
-    many = isinstance(prompts, (list, tuple)) and not (prompts and is_token_id(prompts[0]))
-    return list(prompts) if many else [prompts]
-
-
-def check_conversation(messages: object) -> None:
-    """Raises `ValueError` for anything but a list of dicts."""
-    if not isinstance(messages, (list, tuple)) or not all(
-            isinstance(message, dict) for message in messages):
-        raise ValueError("a conversation must be a list of dicts with 'role' and 'content', got "
-                         f"{str(messages)[:80]!r}")
+    is_one = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and is_token_id(prompts[0]))
+    return [prompts] if is_one else list(prompts)
 
 
 def one_for_each(value: object, count: int, name: str) -> list:

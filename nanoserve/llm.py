@@ -124,7 +124,7 @@ class LLM(LLMEngine):
     def plan(self, config: EngineConfig, folder: Path, extras: list[hooks.Extra]) -> Plan:
         """Load the tokenizer, let each extra add its parts, and test the backend's functions on
         this machine: those that fail are replaced."""
-        num_drafts = hooks.most_drafts(extras)
+        num_drafts = max((extra.most_drafts for extra in extras), default=0)
         if num_drafts and config.async_scheduling:
             progress.say("overlap is off: drafts follow tokens that the host must have seen")
             config = replace(config, async_scheduling=False)
@@ -188,7 +188,6 @@ class LLM(LLMEngine):
         each a value for all prompts or a list with one for each.
         Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
         """
-        self.inputs.check_generates()
         requests = self.make_requests(prompts, sampling_params, priority=priority, **given)
         for request in requests:
             request.keep_to_the_end()
@@ -214,7 +213,6 @@ class LLM(LLMEngine):
         string. With `output_kind` DELTA each output carries only the new text. Closing the iterator
         aborts the requests that have not finished.
         """
-        self.inputs.check_generates()
         return self.drive(self.make_requests(prompts, sampling_params, priority=priority,
                                              **given))
 

@@ -17,17 +17,15 @@ taken: an output processor with a second table of requests, as in vLLM V1. How m
 is a fact about one request, so it stands here.
 """
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan
-from typing import Any, Protocol
+from typing import Protocol
 
 import xxhash
 
 from nanoserve.config import RequestOutputKind, SamplingParams
-from nanoserve.detokenizer import Detokenizer, StopStrings, Tokenizer
-from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
+from nanoserve.detokenizer import Detokenizer, Tokenizer
+from nanoserve.sequence import CoreRequest, Sequence
 
 # ---------------------------------------------------------------------- outputs
 
@@ -97,9 +95,9 @@ class LogprobHistory:
 
     In a prompt, position i gives the logprob of token i + 1, so the first token has none.
 
-    Invariant: there is one dict for each token, even after an error. So a dict is stored first, and
-    the texts of its tokens are added afterwards, because a tokenizer may fail. tokenizer: None
-    leaves the texts out.
+    Invariant: there is one dict for each token, even after an error: it is stored first, and the
+    texts of its tokens are added afterwards, because a tokenizer may fail. tokenizer: None leaves
+    the texts out.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None):
@@ -108,13 +106,12 @@ class LogprobHistory:
         self.samples: list[list[dict[int, Logprob]]] = [[] for _ in range(params.n)]
         self.cumulative = [0.0] * params.n  # the sum over a sample's tokens
         self.prompt: list[dict[int, Logprob] | None] = [None]
-        self.undecoded: list[dict[int, Logprob]] = []
         self.texts: dict[int, str] = {}  # token id -> its text: likely tokens come again and again
 
     def add(self, index: int, entries: list[Entry]) -> None:
         """One more token of a sample. entries: the token, then the likeliest."""
-        self.samples[index].append(self._as_dict(entries, self.params.logprobs))
         self.cumulative[index] += entries[0][1]
+        self._keep(self.samples[index], entries, self.params.logprobs)
 
     def add_prompt(self, positions: range, entries: list[list[Entry]]) -> None:
         """The entries of a step's prompt positions. Positions that were scored before a preemption
@@ -123,60 +120,35 @@ class LogprobHistory:
             if isnan(one[0][1]):
                 raise FloatingPointError(f"the logits of prompt position {position}")
             if position + 1 == len(self.prompt):
-                self.prompt.append(self._as_dict(one, self.params.prompt_logprobs))
+                self._keep(self.prompt, one, self.params.prompt_logprobs)
 
-    def decode(self) -> None:
-        """Add the texts of the tokens to all new dicts. Each token is decoded alone."""
-        if self.tokenizer is None:
-            return
-        for logprobs in self.undecoded:
-            for token_id, logprob in logprobs.items():
-                if token_id not in self.texts:
-                    self.texts[token_id] = self.tokenizer.decode(
-                        [token_id], clean_up_tokenization_spaces=False)
-                logprob.decoded_token = self.texts[token_id]
-        self.undecoded.clear()
-
-    def _as_dict(self, entries: list[Entry], num_top: int) -> dict[int, Logprob]:
+    def _keep(self, kept: list, entries: list[Entry], num_top: int) -> None:
+        """Each token is decoded alone."""
         logprobs = {token_id: Logprob(value, rank)
                     for token_id, value, rank in entries[:num_top + 1]}
-        if self.tokenizer is not None:
-            self.undecoded.append(logprobs)
-        return logprobs
+        kept.append(logprobs)
+        if self.tokenizer is None:
+            return
+        for token_id, logprob in logprobs.items():
+            if token_id not in self.texts:
+                self.texts[token_id] = self.tokenizer.decode(
+                    [token_id], clean_up_tokenization_spaces=False)
+            logprob.decoded_token = self.texts[token_id]
 
 
 # ---------------------------------------------------------------------- the request
-
-# Fields of a request that only an extra can honour -> the remedy if the engine has no such extra.
-HANDED_ON = {"lora_request": "make the engine with enable_lora=True",
-             "structured_outputs": "this engine has no extra for grammars, leave it out",
-             "thinking_token_budget": "this engine has no extra for thoughts, leave it out"}
 
 
 @dataclass(eq=False)
 class Request:
     """A checked request, its sequences (one for each sample), and how much its caller has got."""
 
-    request_id: str
+    request_id: str  # "": the engine chooses one
+    core: CoreRequest  # what the engine knows of it
+    params: SamplingParams
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
-    priority: int
-    max_num_tokens: int  # prompt and output
-    eos_ids: frozenset[int]  # tokens that end a sequence; empty with ignore_eos
-    late_ids: frozenset[int]  # tokens not allowed before `min_tokens`
-    bad_word_ids: list[list[int]]
     tokenizer: Tokenizer | None  # None: no text is made
-    arrival_time: float = field(default_factory=time.time)  # seconds since 1970
-
-    # Set by extras, or read by them.
-    lora_request: object = None  # the adapter that the caller names
-    adapter_id: int = 0  # the number of this adapter, 0 for none
-    root: CacheEntry | None = None  # parent of the first block
-    contents: dict[int, bytes] = field(default_factory=dict)  # see CoreRequest
-    added_processors: list[Callable] = field(default_factory=list)  # see CoreRequest
-    make_stops: Callable[[SamplingParams], StopStrings] = StopStrings  # called per sample
-    made: dict[object, Any] = field(default_factory=dict)  # extra -> its object for the request
 
     # Filled by `start`. Each list has one entry for each sample.
     sequences: list[Sequence] = field(default_factory=list)
@@ -189,18 +161,6 @@ class Request:
     history: LogprobHistory = field(init=False)
     inbox: Inbox | None = None
 
-    def check_taken(self, taken: set[str]) -> None:
-        """Raises `ValueError` for a field of `HANDED_ON` that no extra honours. taken: the fields
-        that some extra does (`Extra.takes`)."""
-        for name, remedy in HANDED_ON.items():
-            value = getattr(self, name, None) or getattr(self.params, name, None)
-            if value is not None and name not in taken:
-                raise ValueError(f"{name}={value!r:.80}: {remedy}")
-
-    def chain_from(self, root: CacheEntry, adapter_id: int) -> None:
-        """Let the blocks begin at `root`, so that only requests with the same root find them."""
-        self.root, self.adapter_id = root, adapter_id
-
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         """Make the sequences, one for each sample. From here on they are independent; they share
         the blocks of their prompt through the prefix cache.
@@ -209,27 +169,24 @@ class Request:
         one of the engine's seed and the arrival. So a script that runs twice gets the same text.
         """
         params, ids = self.params, self.prompt_token_ids
-        core = CoreRequest(
-            self.request_id, params, arrival, self.priority, self.arrival_time,
-            self.max_num_tokens, stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
-            eos_ids=self.eos_ids, late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
-            adapter_id=self.adapter_id, root=self.root, contents=self.contents,
-            added_processors=self.added_processors)
+        self.core = replace(self.core, request_id=self.request_id, arrival=arrival)
         seed = f"{engine_seed} {arrival}" if params.seed is None else params.seed
         for index in range(params.n):
+            sequence_seed = xxhash.xxh3_64_intdigest(f"{seed} {index}".encode())
+            self.sequences.append(Sequence(self.core, list(ids), index, sequence_seed))
+        if params.prompt_logprobs is not None:
             # Only the first sample scores the prompt, whose last position predicts an output token.
-            scores = params.prompt_logprobs is not None and index == 0
-            self.sequences.append(Sequence(
-                core, list(ids), index, xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
-                num_prompt_logprobs=len(ids) - 1 if scores else 0))
+            self.sequences[0].num_prompt_logprobs = len(ids) - 1
         tokenizer = self.tokenizer if params.detokenize else None
         if tokenizer is not None:
-            self.detokenizers = [Detokenizer(tokenizer, params, ids, self.make_stops(params))
-                                 for _ in range(params.n)]
+            self.detokenizers = [self.make_detokenizer() for _ in range(params.n)]
         self.num_read = [len(ids)] * params.n
         self.told = [(0, 0)] * params.n
         self.history = LogprobHistory(params, tokenizer)
         return self.sequences
+
+    def make_detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.tokenizer, self.params, self.prompt_token_ids)
 
     @property
     def finished(self) -> bool:
@@ -249,7 +206,6 @@ class Request:
                 self.history.add(index, logprobs[i])
             if not self.detokenizers:
                 continue
-            self.history.decode()
             detokenizer = self.detokenizers[index]
             has_ended = (seq.finish_reason is not None
                          and self.num_read[index] == len(seq.token_ids))
@@ -266,7 +222,6 @@ class Request:
 
     def flush(self) -> None:
         """End the text of an aborted request: text that was held back is kept as it is."""
-        self.history.decode()  # `add_tokens` may never have been called
         for detokenizer in self.detokenizers:
             detokenizer.flush()
 

@@ -141,6 +141,7 @@ class NewWeights(Extra):
         return self.engine.runner
 
     def ready(self) -> None:
+        """Raise `RuntimeError` if no request can be served now: `LLM.check_ready` calls it."""
         if self.are_lost or self.gone:
             raise RuntimeError(NO_WEIGHTS if self.are_lost else ASLEEP)
 

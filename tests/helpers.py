@@ -60,5 +60,11 @@ def watch_steps(llm) -> list:
 def hand_over(llm, **methods) -> Extra:
     """An extra with these methods, which the engine has from now on."""
     extra = type("Made", (Extra,), {name: staticmethod(call) for name, call in methods.items()})()
-    llm.add(extra)
+    llm.extras.append(extra)
+    llm.hooks.keep(llm.extras)
     return extra
+
+
+def take_away(llm, extra: Extra) -> None:
+    llm.extras.remove(extra)
+    llm.hooks.keep(llm.extras)

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "scheduler": ["config", "sequence", "hooks", "block_manager"],
     "detokenizer": ["config"],
     "request": ["config", "sequence", "detokenizer"],
-    "inputs": ["config", "detokenizer", "model_config", "request"],
+    "inputs": ["config", "detokenizer", "model_config", "request", "sequence"],
     "progress": [],
     "batch": ["sequence"],
     "ops": ["batch", "sequence"],

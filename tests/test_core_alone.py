@@ -37,13 +37,13 @@ for refused, words in (
         (lambda: LLM({str(qwen3)!r}, enable_lora=True), "enable_lora"),
         (lambda: LLM({str(qwen3)!r}, pipeline_parallel_size=2), "layers to ranks"),
         (lambda: LLM({str(qwen3)!r}, extras=[5]), "inherit from Extra, got 5"),
-        (lambda: llm.generate([1], lora_request="a"), "enable_lora"),
+        (lambda: llm.generate([1], lora_request="a"), "lora_request"),
         (lambda: llm.generate([1], prioritty=1), "prioritty"),
         (lambda: SamplingParams(temprature=1), "temprature"),
         (lambda: llm.generate([[1], []], SamplingParams(max_tokens=4)), "prompt 1: "),
         (lambda: llm.generate([[1], [2]], [SamplingParams()]), "1 entries for 2 prompts"),
         (lambda: llm.generate([1], SamplingParams(structured_outputs=dict(regex="a"))),
-         "no extra for grammars")):
+         "structured_outputs=")):
     try:
         refused()
     except (ValueError, AttributeError, TypeError) as error:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from checkpoints import EOS
-from clean_process import EXTRAS
+from clean_process import EXTRAS, needs_extras
 from helpers import write_json
 from small_engine import (
     MAX_MODEL_LEN,
@@ -48,7 +48,8 @@ def test_a_text_ends_at_the_models_maximum(llm, expected, max_tokens):
     ("Hi yo", dict(stop="you"), "Hi yo", 6, ("stop", None)),  # held back, then released
     ("Hi you", dict(stop="you", max_tokens=5), "Hi yo", 5, ("length", None)),
     ("Hi you", dict(stop="you", max_tokens=6), "Hi ", 6, ("stop", "you")),  # both at once
-    ("Hi<|end|>you", dict(stop="<|end|>"), "Hi", 3, ("stop", 258)),  # never in the text
+    pytest.param("Hi<|end|>you", dict(stop="<|end|>"), "Hi", 3, ("stop", 258),
+                 marks=needs_extras),  # never in the text
     ("Hi<|end|>you", dict(stop="<|end|>", skip_special_tokens=False), "Hi", 3, ("stop", "<|end|>")),
     ("Hi<pad>you", dict(stop=["<|end|>", "y"]), "Hi", 4, ("stop", "y")),
     ("", dict(), "", 1, ("stop", None)),
@@ -63,6 +64,7 @@ def test_how_a_text_ends(llm, say, said, params, text, num_tokens, reason):
     assert (sample.finish_reason, sample.stop_reason) == reason
 
 
+@needs_extras
 @pytest.mark.parametrize("stop", ["<|end|>\n", "a<pad>", "<s><s>"])
 def test_a_stop_string_that_can_not_appear_is_refused(llm, stop):
     """It waited for special tokens in a text that leaves them out, and the model ran on."""

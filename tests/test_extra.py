@@ -4,7 +4,7 @@ The oracle is transformers' text.
 """
 
 import pytest
-from helpers import hand_over, watch_steps
+from helpers import hand_over, take_away, watch_steps
 from small_engine import drain, drain_through, greedy, ids_of, make
 
 from nanoserve.hooks import NAMES, Extra
@@ -13,7 +13,7 @@ from nanoserve.hooks import NAMES, Extra
 SHARED = ids_of("the same beginning")
 PROMPTS = {"a": SHARED, "b": [7] * 30, "c": [*SHARED, 5], "d": [6] * 20, "e": [*SHARED, 9]}
 IN_A_STEP = [name for name in NAMES if name not in (
-    "prepare", "attach", "ready", "check", "added", "reset", "close", "draft")]
+    "prepare", "attach", "check", "added", "reset", "close", "draft")]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "overlap"])
@@ -42,8 +42,8 @@ def test_a_hook_that_fails_is_heard_of_and_changes_no_text(llm, expected, hook):
         for name, prompt in PROMPTS.items():
             llm.add_request(name, prompt, greedy(12, logprobs=1))
         outs, errors = drain_through(llm, KeyError, llm.scheduler.check)
-        llm.remove(failing)
-        llm.remove(behind)
+        take_away(llm, failing)
+        take_away(llm, behind)
         assert not running, "the extra behind it has heard of each step's end"
         assert {name: out.outputs[0].token_ids for name, out in outs.items()} == {
             name: expected(prompt, 12) for name, prompt in PROMPTS.items()}
@@ -59,7 +59,7 @@ def test_an_observer_that_fails_whenever_requests_end_keeps_none_of_them(llm):
     with pytest.raises(KeyError):
         llm.generate(list(PROMPTS.values()), greedy(4), use_tqdm=False)
     assert not llm.requests
-    llm.remove(failing)
+    take_away(llm, failing)
     drain(llm)
 
 
@@ -97,6 +97,8 @@ def test_a_drafter_of_ones_own_is_asked_and_changes_no_text(qwen3, expected, cap
 
 
 class Wrong(Extra):
+    most_drafts = 4
+
     def draft(self, seq, most):
         return self.answers.get(seq.request.request_id, [])
 
@@ -121,52 +123,9 @@ def test_a_wrong_draft_ends_its_request_alone(qwen3, expected):
             assert end.token_ids == expected(SHARED, 6)
 
 
-class Prepares(Extra):
-    def prepare(self, plan):
-        return plan
-
-
-class CannotAttach(Extra):
-    def attach(self, engine):
-        raise RuntimeError("no room")
-
-
-@pytest.mark.parametrize(("extra", "words"), [
-    (Drafter(), "Drafter drafts: .* no overlap, .* extras="),
-    (Prepares(), "Prepares can't be added to an engine that runs, .* extras="),
-    (Extra, "objects that inherit from Extra, got <class"),
-    (None, "objects that inherit from Extra, got None"),
-    (CannotAttach(), "no room")], ids=["drafts", "late", "a class", "nothing", "no room"])
-def test_an_engine_that_runs_stays_as_it_was_where_an_extra_is_refused(llm, extra, words):
-    before = [*llm.extras]
-    with pytest.raises((ValueError, RuntimeError), match=words):
-        llm.add(extra)
-    assert llm.extras == before
-
-
-def test_a_hook_set_on_an_object_is_called_until_it_is_removed_once(llm):
-    extra, steps = Extra(), []
-    extra.scheduled = steps.append
-    llm.add(extra)
-    llm.add_request("one", [5], greedy(2))
-    drain(llm)
-    assert steps
-    llm.remove(extra)
-    with pytest.raises(ValueError, match="can't be removed: it is not among llm.extras"):
-        llm.remove(extra)
-
-
 def test_one_object_is_handed_over_once(qwen3):
     with pytest.raises(ValueError, match="Extra is there already: leave the second time out"):
         make(qwen3, extras=[watcher := Extra(), watcher])
-
-
-def test_what_only_an_extra_can_do_is_refused_again_without_it(llm):
-    class Taking(Extra):
-        takes = ("lora_request",)
-
-    llm.add(taking := Taking())
-    assert llm.make_request("", [1, 2], lora_request="one").lora_request == "one"
-    llm.remove(taking)
-    with pytest.raises(ValueError, match="lora_request='one': .*enable_lora=True"):
-        llm.make_request("", [1, 2], lora_request="one")
+    for wrong in (Extra, None):
+        with pytest.raises(ValueError, match="objects that inherit from Extra, got"):
+            make(qwen3, extras=[wrong])

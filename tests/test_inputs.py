@@ -36,9 +36,9 @@ class Letters:
         return f"{[message['content'] for message in messages]} {options}"
 
 
-def processor(tokenizer=None, **entries) -> InputProcessor:
-    model = SimpleNamespace(vocab_size=300, eos_token_ids=(7, 999), generation_defaults=entries)
-    return InputProcessor(EngineConfig(model=".", max_model_len=100), model, tokenizer or Letters())
+def processor() -> InputProcessor:
+    model = SimpleNamespace(vocab_size=300, eos_token_ids=(7, 999))
+    return InputProcessor(EngineConfig(model=".", max_model_len=100), model, Letters())
 
 
 def test_a_chat_is_a_prompt_with_the_ids_of_its_text():
@@ -57,6 +57,13 @@ def test_a_message_that_no_template_should_see_is_refused(message, says):
         processor().render_chat([message])
 
 
+@pytest.mark.parametrize("asked", [dict(structured_outputs=dict(regex="a")),
+                                   dict(thinking_token_budget=5)], ids=str)
+def test_what_only_an_extra_can_do_is_refused(asked):
+    with pytest.raises(ValueError, match=f"{[*asked][0]}=.*no extra that reads it"):
+        processor().process("0", [1], SamplingParams(**asked))
+
+
 @pytest.mark.parametrize("prompt", [{"prompt": "a", "cache_salt": "b"}, {"text": "a"}, {}], ids=str)
 def test_a_dict_has_no_other_entries(prompt):
     with pytest.raises(ValueError, match="takes 'prompt' or 'prompt_token_ids', got"):
@@ -65,8 +72,7 @@ def test_a_dict_has_no_other_entries(prompt):
 
 def test_all_that_may_end_a_text_is_late_and_what_is_outside_the_vocabulary_is_not():
     params = SamplingParams(stop_token_ids=[9], min_tokens=3, max_tokens=None)
-    request = processor(suppress_tokens=[8, 8, 300]).process("0", [1, 2], params)
-    assert (request.eos_ids, request.late_ids) == ({7, 999, 5}, {7, 5, 9})
-    assert (request.bad_word_ids, request.max_num_tokens) == ([[8]], 100)
+    core = processor().process("0", [1, 2], params).core
+    assert (core.eos_ids, core.late_ids, core.max_num_tokens) == ({7, 999, 5}, {7, 5, 9}, 100)
     params.ignore_eos = True
-    assert processor().process("0", [1, 2], params).eos_ids == frozenset()
+    assert processor().process("0", [1, 2], params).core.eos_ids == frozenset()

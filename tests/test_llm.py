@@ -1,66 +1,12 @@
-"""The engine around it: defaults, the tokenizer, progress, shutting down."""
+"""The engine around it: the tokenizer, progress, shutting down."""
 
-import json
 import sys
 
 import pytest
-import torch
-from checkpoints import BOS, END_OF_TURN, EOS
-from helpers import write_json
-from small_engine import HELLO, MESSAGES, copy_of, greedy, make, run, tokens
+from small_engine import HELLO, MESSAGES, greedy, make, run, tokens
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
 from nanoserve.config import SamplingParams
-
-
-def test_default_params_come_from_generation_config(qwen3, tmp_path):
-    folder = copy_of(qwen3, tmp_path)
-    (folder / "generation_config.json").write_text(json.dumps(dict(
-        do_sample=True, temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=5,
-        repetition_penalty=1.3,
-        eos_token_id=[EOS, END_OF_TURN], bos_token_id=BOS)))
-    llm = make(folder)
-    assert llm.inputs.default_sampling_params() == SamplingParams(
-        temperature=0.6, top_k=20, top_p=0.95, max_tokens=5, repetition_penalty=1.3)
-    assert len(run(llm, "Hello", llm.inputs.default_sampling_params())[0].outputs[0].token_ids) <= 5
-    assert len(run(llm, "Hello")[0].outputs[0].token_ids) <= 5  # no params: the same defaults
-    assert len(run(llm, "Hello", greedy(7, ignore_eos=True))[0].outputs[0].token_ids) == 7
-    assert make(
-        folder, generation_config="vllm").inputs.default_sampling_params() == SamplingParams()
-    write_json(folder / "generation_config.json", temperature=None, top_k=None, top_p=None,
-               max_new_tokens=None, repetition_penalty=None)
-    assert make(folder).inputs.default_sampling_params() == SamplingParams()
-
-
-def test_lengths_and_stop_strings_come_from_generation_config(qwen3, tmp_path):
-    folder = copy_of(qwen3, tmp_path)
-    write_json(folder / "generation_config.json", min_new_tokens=20, stop_strings=["q"])
-    llm = make(folder)
-    assert llm.inputs.default_sampling_params() == SamplingParams(
-        min_tokens=20, max_tokens=20, stop=["q"])
-    (output,) = run(llm, "Hello")
-    assert len(output.outputs[0].token_ids) == 20
-
-
-@pytest.mark.parametrize("options", [{}, dict(async_scheduling=True)], ids=str)
-def test_tokens_that_the_checkpoint_suppresses_never_come(qwen3, tmp_path, expected, options):
-    """As transformers' `generate` obeys both entries, whatever a request asks for."""
-    folder, free = copy_of(qwen3, tmp_path), expected("Hello")
-    entries = dict(suppress_tokens=[free[0], free[1], 10 ** 6], bad_words_ids=[[free[2]], [EOS]])
-    write_json(folder / "generation_config.json", **entries, eos_token_id=EOS)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    want = model.generate(torch.tensor([HELLO]), do_sample=False,
-                          max_new_tokens=8, eos_token_id=10 ** 6)[0, -8:].tolist()
-    assert not {*want} & {*free[:3]}
-    llm = make(folder, **options)
-    for params in (greedy(8, ignore_eos=True), greedy(8, ignore_eos=True, bad_words=["#"])):
-        assert tokens(run(llm, [HELLO] * 2, params)) == [want] * 2
-    with pytest.raises(ValueError, match="leave no token.*generation_config.json its suppress"):
-        run(llm, HELLO, greedy(allowed_token_ids=free[:2]))
-    write_json(folder / "generation_config.json", suppress_tokens=[5, 1.5])
-    with pytest.raises(ValueError, match="generation_config.json: suppress_tokens .* lists of"):
-        make(folder)
 
 
 def test_an_engine_without_a_tokenizer(qwen3, expected):

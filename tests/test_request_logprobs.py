@@ -279,7 +279,6 @@ def test_a_tokens_text_keeps_the_space_in_front_of_a_full_stop():
     history = LogprobHistory(SamplingParams(logprobs=0), PreTrainedTokenizerFast(
         tokenizer_object=words, clean_up_tokenization_spaces=True))
     history.add(0, [(1, -0.5, 1)])
-    history.decode()
     assert history.samples[0][0][1].decoded_token == " ."
 
 

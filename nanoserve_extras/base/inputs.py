@@ -1,19 +1,19 @@
 """Prompts in all the forms that people send: the plain engine's `InputProcessor`, with more.
 
     nanoserve.inputs.InputProcessor    here
-    requests_of                        a tokenizer's output (`BatchEncoding`); texts in one call
+    list_prompts                       a tokenizer's output (`BatchEncoding`); texts in one call
     read_dict                          vLLM's entries: cache_salt, and words that ask for nothing
     render_chat                        odd messages (messages.py), plain special tokens
                                        (plain_texts.py), tokenizers that write chats by code
-    process                            salts, times (request.py)
+    process                            adapters, salts, times (request.py)
+    read_params                        stop strings that are special tokens
+    default_sampling_params            generation_config.json (generation_config.py)
     cut                                for who asks that long prompts are cut
-    not_applied                        what of generation_config.json has no effect
 
 Invariant: the padding of a prompt, where its attention mask is 0, is removed. A model that read it
 would give another text, without an error.
 """
 
-import re
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
@@ -23,29 +23,21 @@ from typing import NotRequired, TypedDict
 from nanoserve import inputs as plain
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.detokenizer import Tokenizer
-from nanoserve.inputs import InputProcessor, check_conversation, is_token_id
+from nanoserve.inputs import InputProcessor, is_token_id
 from nanoserve.model_config import ModelConfig
 from nanoserve.progress import say
+from nanoserve_extras.base.generation_config import (
+    not_applied,
+    params_of,
+    read_suppressed,
+    recommended,
+)
 from nanoserve_extras.base.plain_texts import PlainTexts
 from nanoserve_extras.base.request import Request
 from nanoserve_extras.base.template_forms import render_messages
 from nanoserve_extras.base.vllm import in_our_words
 
 Prompt = str | dict | list[int] | UserDict
-
-# Entries of generation_config.json that are not applied: those that change texts unless they have
-# this value, and those that never do.
-NEUTRAL = dict(
-    do_sample=True, max_length=20, min_length=0, no_repeat_ngram_size=0, epsilon_cutoff=0,
-    encoder_no_repeat_ngram_size=0, eta_cutoff=0, diversity_penalty=0, penalty_alpha=0, num_beams=1,
-    num_beam_groups=1, num_return_sequences=1, typical_p=1, encoder_repetition_penalty=1,
-    length_penalty=1, guidance_scale=1, early_stopping=False, remove_invalid_values=False,
-    token_healing=False)
-WITHOUT_EFFECT = re.compile(
-    "_.*|transformers_version|(bos|eos|pad|decoder_start)_token_id|.*cache.*|return_dict.*|output_.*|"
-    "renormalize_logits|.*compile.*|is_assistant|(num_)?assistant_.*|prompt_lookup.*|use_mtp|"
-    "max_matching_ngram_size|speculation_type|trust_remote_code|low_memory|prefill_chunk_size|"
-    "target_lookbehind|continuous_batching_config|suppress_tokens")
 
 
 class TextPrompt(TypedDict):
@@ -67,12 +59,15 @@ class Inputs(InputProcessor):
     """As `InputProcessor`, for more kinds of prompts and messages."""
 
     request_class = Request
+    refused = ()
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig,
                  tokenizer: Tokenizer | None):
         super().__init__(config, model_config, tokenizer)
         self.plain: PlainTexts | None = None  # by default a special token in a message is one
-        say(*self.not_applied())
+        entries = model_config.generation_defaults
+        self.suppressed = read_suppressed(entries, self.eos_ids, model_config.vocab_size)
+        say(*not_applied(entries, config.max_model_len))
 
     def split_special_tokens(self) -> None:
         """From here on those in messages are plain text. Raises `ValueError`."""
@@ -82,16 +77,20 @@ class Inputs(InputProcessor):
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
                 priority: int = 0, lora_request: object = None) -> Request:
         """Raises `ValueError` as `InputProcessor` does, and for a wrong salt."""
-        request = super().process(request_id, prompt, params, priority, lora_request)
+        request = super().process(request_id, prompt, params, priority)
         assert isinstance(request, Request)
+        request.lora_request = lora_request
         request.cache_salt, request.chat_template = salt_of(prompt), template_of(prompt)
         return request
 
+    def check_generates(self) -> None:
+        """Raises `ValueError` if the model writes no text; a subclass serves such models."""
+
     # ------------------------------------------------------------------- prompts
 
-    def requests_of(self, prompts: Prompt | list[Prompt], **given: object) -> list[dict]:
+    def list_prompts(self, prompts: Prompt | list[Prompt]) -> list[Prompt]:
         """Of a tokenizer's output, too; all texts are tokenised in one call."""
-        return super().requests_of(self.tokenize(as_list(prompts)), **given)
+        return self.tokenize(as_list(prompts))
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
         """The same prompts, with token ids added to texts: in one call, for which the library has
@@ -141,6 +140,14 @@ class Inputs(InputProcessor):
         return {"prompt": str(text), "prompt_token_ids": ids,
                 "chat_template": options.get("chat_template")}
 
+    def check_template(self, template_options: dict) -> None:
+        """Raises `ValueError` if neither the caller nor the tokenizer has a chat template."""
+        tokenizer = self.tokenizer_for("chat()")
+        if not (template_options.get("chat_template") or tokenizer.chat_template):
+            raise ValueError("the tokenizer has no chat template, as that of a base model, "
+                             "which continues texts: pass chat_template= (--chat-template FILE), "
+                             "use generate(), or install mistral-common for a tekken.json")
+
     def _render_by_code(self, tokenizer: Tokenizer, conversation: list[dict],
                         options: dict) -> dict:
         """By Mistral's own rules (tekken.json alone), which write ids: in their text special tokens
@@ -155,6 +162,44 @@ class Inputs(InputProcessor):
 
         text = render_messages(conversation, render, options.get("tools"))
         return {"prompt": text, "prompt_token_ids": ids_of[text]}
+
+    # ---------------------------------------------------------------- parameters
+
+    def recommended(self) -> dict:
+        """Fields of `SamplingParams` for which generation_config.json has a value."""
+        if self.config.generation_config != "auto":
+            return {}
+        return recommended(self.model_config.generation_defaults)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json recommends, else the defaults of `SamplingParams`."""
+        return params_of(self.recommended())
+
+    def read_params(self, given: SamplingParams | None) -> SamplingParams:
+        """With token ids for the stop strings that are special tokens."""
+        params = super().read_params(given)
+        params.stop_token_ids = [*params.stop_token_ids, *self._stops_that_are_skipped(params)]
+        return params
+
+    def _stops_that_are_skipped(self, params: SamplingParams) -> list[int]:
+        """The ids of the stop strings that are special tokens, such as "<|im_end|>". With
+        `skip_special_tokens` they never appear in the text, so they must become stop tokens. Raises
+        `ValueError` for a stop string of such a token and more."""
+        found: list[int] = []
+        for stop in params.stop if params.skip_special_tokens else ():
+            ids = self.encode(stop, "stop", add_special_tokens=False)
+            shown = self.tokenizer.decode(ids, skip_special_tokens=True)
+            whole = self.tokenizer.decode(ids, skip_special_tokens=False)
+            if stop not in whole or stop in shown:
+                continue
+            if len(ids) > 1:
+                raise ValueError(f"stop={stop!r} contains a special token, which the text never "
+                                 "shows: use skip_special_tokens=False, or that token alone")
+            found += ids
+        return found
+
+    def bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        return self.suppressed + super().bad_word_ids(params)
 
     # ------------------------------------------------------------------- the rest
 
@@ -180,19 +225,6 @@ class Inputs(InputProcessor):
         kept = ids[head:head + room] if side == "right" else ids[end - room:end]
         return ids[:head] + kept + ids[end:]
 
-    def not_applied(self) -> list[str]:
-        """The entries of generation_config.json that would change texts, and don't, as a line."""
-        found = {name: value for name, value in self.model_config.generation_defaults.items()
-                 if name not in plain.RECOMMENDED and not WITHOUT_EFFECT.fullmatch(name)
-                 and value is not None and value != [] and value != NEUTRAL.get(name, {})}
-        length = found.get("max_length")
-        if isinstance(length, int) and length >= self.config.max_model_len:
-            del found["max_length"]
-        if all(len(word) == 1 for word in found.get("bad_words_ids", [])):
-            found.pop("bad_words_ids", None)
-        entries = ", ".join(f"{name}={value!r:.60}" for name, value in found.items())
-        return [f"generation_config.json: not applied: {entries}"] * bool(found)
-
 
 # ---------------------------------------------------------------------- prompts
 # transformers' tokenizers return a `BatchEncoding`, which may hold several prompts:
@@ -205,6 +237,14 @@ def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     if isinstance(prompts, UserDict):  # its class, without importing transformers for it
         return list(encoded_prompts(prompts))
     return plain.as_list(prompts)
+
+
+def check_conversation(messages: object) -> None:
+    """Raises `ValueError` for anything but a list of dicts."""
+    if not isinstance(messages, (list, tuple)) or not all(
+            isinstance(message, dict) for message in messages):
+        raise ValueError("a conversation must be a list of dicts with 'role' and 'content', got "
+                         f"{str(messages)[:80]!r}")
 
 
 def encoded_prompts(encoding: UserDict) -> list[list[int]]:

@@ -3,7 +3,8 @@
     nanoserve.llm.LLM          here
     read_options               the options of all extras, and vLLM's words
     read_checkpoint            GGUF files, transformers' networks; options become extras
-    settle, check_added        facts: what goes with what (facts.py)
+    settle, add, remove        facts: what goes with what (facts.py)
+    make_request, submit       what no extra honours; an engine that sleeps
     greeting                   the line at the start; `describe()` tells all (start_up.py)
     make_ranks                 heartbeats, and messages between ranks (ranks.py, watch.py)
     generate, chat, stream     vLLM's keywords, a summary
@@ -14,17 +15,19 @@
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from nanoserve import hooks
 from nanoserve import llm as plain
 from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
-from nanoserve.request import Request, RequestOutput
+from nanoserve.request import Inbox, RequestOutput
 from nanoserve_extras import METHODS, choose, method_of
 from nanoserve_extras.base.checkpoint import find_folder, tokenizer_folder
 from nanoserve_extras.base.device import pick_device, say_why_unused
@@ -33,6 +36,7 @@ from nanoserve_extras.base.inputs import Inputs, Prompt
 from nanoserve_extras.base.metrics import EngineMetrics, Metric
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.ranks import WatchedRanks
+from nanoserve_extras.base.request import Request
 from nanoserve_extras.base.runner import Parts, Runner
 from nanoserve_extras.base.sampling_params import SamplingParams
 from nanoserve_extras.base.start_up import describe, greet
@@ -101,15 +105,60 @@ class LLM(plain.LLM):
         """On what this engine runs, how, and with how much memory."""
         return self.description
 
-    def check_added(self, extra: Extra) -> None:
-        super().check_added(extra)
-        check_added(extra, [*self.parts, *self.extras])
-
     def make_request(self, request_id: str, prompt: Prompt,
                      sampling_params: SamplingParams | None = None, priority: int = 0,
                      lora_request: object = None) -> Request:
-        return super().make_request(request_id, prompt, sampling_params, priority,
-                                    lora_request=lora_request)
+        self.check_ready()
+        request = super().make_request(request_id, prompt, sampling_params, priority,
+                                       lora_request=lora_request)
+        request.check_taken(self.extras)
+        return request
+
+    def submit(self, request: Request, inbox: Inbox) -> None:
+        with self.turns:
+            self.check_ready()
+            super().submit(request, inbox)
+
+    def check_ready(self) -> None:
+        """Raises `RuntimeError` if no request can be served at the moment, or ever again: an extra
+        may have a method `ready`, which raises it while weights or cache are gone."""
+        self.check_open()
+        for extra in self.extras:
+            getattr(extra, "ready", bool)()
+
+    # ---------------------------------------------------- extras, between two steps
+
+    def check_added(self, extra: Extra) -> None:
+        """Raises `ValueError` for an extra that changes how an engine is made: this engine's
+        weights, cache and buffers exist already."""
+        hooks.checked([*self.extras, extra], self.config.scheduling_policy)
+        if extra.most_drafts and self.scheduler.most_drafts is None:
+            raise ValueError(f"{extra.name} drafts: it needs an engine with no overlap, and with "
+                             "buffers for drafts: make the engine with extras=[...]")
+        if type(extra).prepare is not Extra.prepare:
+            raise ValueError(f"{extra.name} can't be added to an engine that runs, because it "
+                             "changes how one is made: make the engine with extras=[...]")
+        check_added(extra, [*self.parts, *self.extras])
+
+    def add(self, extra: Extra) -> None:
+        """Add one more extra, between two steps. Its hooks are called after those of all others.
+        If `check_added` raises `ValueError`, nothing is added."""
+        with self.turns:
+            self.check_added(extra)
+            extra.engine = weakref.proxy(self)
+            extra.attach(self)  # an error in it leaves the engine as it was
+            self.extras.append(extra)
+            self.hooks.keep(self.extras)
+
+    def remove(self, extra: Extra) -> None:
+        """Remove an extra, between two steps. Its `close` is not called. Raises `ValueError` for
+        one that the engine doesn't have."""
+        with self.turns:
+            if extra not in self.extras:
+                raise ValueError(f"{extra!r} can't be removed: it is not among llm.extras")
+            self.extras.remove(extra)
+            self.hooks.keep(self.extras)
+            self.scheduler.sort()  # it may have had an order
 
     # ---------------------------------------------------- numbers and vLLM's words
 

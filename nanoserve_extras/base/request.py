@@ -5,11 +5,16 @@ time of an answer tells nobody what others have asked. Its blocks begin at a roo
 those of an adapter do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from typing import Any
 from weakref import WeakValueDictionary
 
 from nanoserve import request as plain
+from nanoserve.config import SamplingParams
+from nanoserve.detokenizer import Detokenizer, StopStrings
+from nanoserve.hooks import Extra
 from nanoserve.sequence import CacheEntry, Sequence
 
 # One root for each salt, as long as a request or a cached block begins at it.
@@ -46,20 +51,42 @@ class RequestStateStats:
             num_preemptions=sum(s.num_preemptions for s in sequences), num_samples=len(sequences))
 
 
+# Fields of a request that only an extra can honour -> the remedy if the engine has no such extra.
+HANDED_ON = {"lora_request": "make the engine with enable_lora=True",
+             "structured_outputs": "this engine has no extra for grammars, leave it out",
+             "thinking_token_budget": "this engine has no extra for thoughts, leave it out"}
+
+
 @dataclass(eq=False)
 class Request(plain.Request):
     """As the plain engine's."""
 
     cache_salt: str | None = None  # only requests with the same one find its blocks
     chat_template: str | None = None  # it wrote the prompt; None: the tokenizer's own, if any
+    lora_request: object = None  # the adapter that the caller names
+    made: dict[object, Any] = field(default_factory=dict)  # extra -> its object for the request
+    make_stops: Callable[[SamplingParams], StopStrings] = StopStrings  # called for each sample
     stats: RequestStateStats = field(default_factory=RequestStateStats)
 
     def __post_init__(self):
-        self.stats.arrival_time = self.arrival_time
+        self.stats.arrival_time = self.core.arrival_time
+
+    def check_taken(self, extras: list[Extra]) -> None:
+        """Raises `ValueError` for a field of `HANDED_ON` that none of the extras honours: those
+        that do name it in `takes`."""
+        taken = [name for extra in extras for name in getattr(extra, "takes", ())]
+        for name, remedy in HANDED_ON.items():
+            value = getattr(self, name, None) or getattr(self.params, name, None)
+            if value is not None and name not in taken:
+                raise ValueError(f"{name}={value!r:.80}: {remedy}")
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
-        self.root = salted(self.root, self.cache_salt)
+        self.core = replace(self.core, root=salted(self.core.root, self.cache_salt))
         return super().start(arrival, engine_seed)
+
+    def make_detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.tokenizer, self.params, self.prompt_token_ids,
+                           self.make_stops(self.params))
 
     def output(self) -> plain.RequestOutput:
         output = super().output()

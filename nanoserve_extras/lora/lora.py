@@ -255,7 +255,8 @@ class Adapters:
             adapter = self.loaded.get(content) or self._load(content, asked)
             self.loaded.move_to_end(content)
             adapter.requests.add(request)
-            request.chain_from(adapter.root, adapter.adapter_id)
+            request.core = replace(
+                request.core, root=adapter.root, adapter_id=adapter.adapter_id)
 
     def _content(self, asked: LoRARequest) -> bytes:
         """A hash of the two files. A file that has not changed is hashed once."""

@@ -445,7 +445,8 @@ class Multimodal(Extra):
             if self.encoder.mutual:  # how its tokens are laid out decides what they see
                 own = shown.runs[1][first:first + picture.num_tokens] - shown.places[first]
                 content += own.astype(np.int32).tobytes()
-            request.contents[block] = request.contents.get(block, b"") + content
+            contents = request.core.contents
+            contents[block] = contents.get(block, b"") + content
         if self.encoder.mutual and self.config.enable_chunked_prefill:
             # Beside all the rows that may decode, so that its turn comes.
             rows, most = self.config.max_num_seqs, self.config.max_num_batched_tokens

@@ -20,6 +20,7 @@ the last never reads the prefix cache, which keeps no hidden states. A chunk cou
 Names are vLLM's (`PoolingParams`, `pooling_task`).
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -140,9 +141,8 @@ class PoolingRequest(Request):
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         ids = self.prompt_token_ids
-        core = CoreRequest(self.request_id, GREEDY, arrival, self.priority,
-                           self.arrival_time, self.max_num_tokens,
-                           adapter_id=self.adapter_id, root=salted(self.root, self.cache_salt))
+        core = replace(self.core, request_id=self.request_id, arrival=arrival,
+                       root=salted(self.core.root, self.cache_salt))
         # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
         needed = {"LAST": 0, "CLS": self.num_skipped + 1}
         num_pooled = max(needed.get(kind, len(ids)) for kind in self.pooling_types)
@@ -366,10 +366,11 @@ class PoolingInputs(Inputs):
                 "prompt": begin + text, "prompt_token_ids": self._ids(begin, text)}
         text, ids = self.read_prompt(prompt)
         ids = self._truncate(text, ids, params, begin)
-        return PoolingRequest(request_id, text, ids, params, priority, len(ids), frozenset(),
-                              frozenset(), [], None, lora_request=lora_request, cache_salt=salt,
-                              pooler=self.pooler, num_skipped=self._num_skipped(begin, ids),
-                              dtype=self.config.dtype)
+        core = CoreRequest(request_id, GREEDY, priority=priority, arrival_time=time.time(),
+                           max_num_tokens=len(ids))
+        return PoolingRequest(request_id, core, params, text, ids, None, lora_request=lora_request,
+                              cache_salt=salt, pooler=self.pooler, dtype=self.config.dtype,
+                              num_skipped=self._num_skipped(begin, ids))
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
         """Not yet, where `process` may put another text around."""

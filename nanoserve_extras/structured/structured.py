@@ -359,7 +359,7 @@ class StructuredOutput(Extra):
         if self.grammars is None:
             self.grammars = Grammars(self.tokenizer, self.vocab_size)
         request.made[self] = self.grammars.compile(
-            params.structured_outputs, request.eos_ids.union(params.stop_token_ids))
+            params.structured_outputs, request.core.eos_ids.union(params.stop_token_ids))
 
     def added(self, request: Request) -> None:
         if (grammar := request.made.get(self)) is not None:

@@ -2,18 +2,15 @@
 entries, messages of parts, and the texts of one call.
 """
 
-import json
 from collections import UserDict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import real_tokenizers as real
-from checkpoints import EOS
-from helpers import write_json
-from small_engine import HELLO, copy_of, greedy, make, run, tokens
+from small_engine import greedy, run
 
-from nanoserve import LLM, SamplingParams, TextPrompt, TokensPrompt
+from nanoserve import LLM, TextPrompt, TokensPrompt
 from nanoserve.config import EngineConfig
 from nanoserve_extras.base.inputs import Inputs, as_list, encoded_prompts, one_encoded_prompt
 
@@ -111,49 +108,11 @@ def test_a_tokenizer_that_writes_chats_itself_gives_the_ids(llm, monkeypatch):
 def test_a_batch_has_the_tokens_that_each_text_has_alone(name):
     """Special tokens included. Nothing is padded or cut."""
     tokenizer = real.TOKENIZERS[name]
-    model = SimpleNamespace(generation_defaults={})
+    model = SimpleNamespace(vocab_size=1, eos_token_ids=(), generation_defaults={})
     inputs = Inputs(EngineConfig(model="."), model, tokenizer)
     texts = [real.ENGLISH[:n] for n in (1, 7, 90, 300)] + [real.OTHERS, "x"]
     assert [prompt["prompt_token_ids"] for prompt in inputs.tokenize(texts)] == [
         tokenizer.encode(text) for text in texts]
-
-
-# --------------------------------------------------------- generation_config.json
-
-
-def test_entries_of_generation_config_are_applied_or_said(qwen3, tmp_path, capsys):
-    """transformers' `generate` obeys all of these, and forbids tokens by some."""
-    folder, silent = copy_of(qwen3, tmp_path), dict(
-        transformers_version="5.24.0", pad_token_id=0, do_sample=True, num_beams=1, typical_p=1.0,
-        encoder_repetition_penalty=1.0, epsilon_cutoff=0.0, no_repeat_ngram_size=0, top_h=None,
-        suppress_tokens=[], bad_words_ids=[[4]], cache_implementation="static", max_length=64)
-    write_json(folder / "generation_config.json", **silent, min_new_tokens=20, stop_strings=["q"])
-    llm = make(folder)
-    assert "not applied" not in capsys.readouterr().err
-    assert llm.get_default_sampling_params() == SamplingParams(
-        min_tokens=20, max_tokens=20, stop=["q"])
-    (output,) = run(llm, "Hello")
-    assert len(output.outputs[0].token_ids) == 20
-    said = dict(begin_suppress_tokens=[3], bad_words_ids=[[4, 5]],
-                no_repeat_ngram_size=3, forced_bos_token_id=0, forced_eos_token_id=1, min_length=1,
-                encoder_no_repeat_ngram_size=2, typical_p=0.9, epsilon_cutoff=0.1, top_h=0.4,
-                max_length=63, do_sample=False, sequence_bias=[[[6], 1.0]], a_new_one={"b": 1})
-    write_json(folder / "generation_config.json", **said)
-    make(folder)
-    (line,) = [one for one in capsys.readouterr().err.splitlines() if "not applied" in one]
-    assert line == "nanoserve: generation_config.json: not applied: " + ", ".join(
-        f"{name}={said[name]!r}" for name in json.loads(
-            (folder / "generation_config.json").read_text()) if name in said)
-
-
-def test_drafts_bring_no_token_that_the_checkpoint_suppresses(qwen3, tmp_path, expected):
-    """Of n-grams, which repeat what they have seen. Oracle: the engine without drafts."""
-    folder, free = copy_of(qwen3, tmp_path), expected("Hello")
-    write_json(folder / "generation_config.json", suppress_tokens=free[:2], eos_token_id=EOS)
-    drafts = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))
-    plain, guessed = (tokens(run(make(folder, **options), [HELLO] * 2, greedy(8, ignore_eos=True)))
-                      for options in ({}, drafts))
-    assert plain == guessed and not {*plain[0]} & {*free[:2]}
 
 
 # ------------------------------------------------------------------- vLLM's habits
