@@ -102,21 +102,17 @@ class Turns:
         if not self._is_mine():
             hold = ctrl_c_held()  # not shared: a handler may take a turn while its thread waits
             hold.begin()
-            while not self._take(hold.noted):
-                hold.end()
-                hold.begin()  # the handler has raised nothing: wait on
+            while not self._take():
+                hold.end()  # raises `KeyboardInterrupt` if Ctrl-C was noted meanwhile
+                hold.begin()
         self.holds.append(hold)
 
-    def _take(self, noted: list) -> bool:
-        """Take the lock, through the doorway. False, with neither, if Ctrl-C is noted meanwhile."""
-        while not self.doorway.acquire(timeout=POLL):
-            if noted:
-                return False
+    def _take(self) -> bool:
+        """Take the lock, through the doorway. Returns False, with neither, after a while."""
+        if not self.doorway.acquire(timeout=POLL):
+            return False
         try:
-            while not self.lock.acquire(timeout=POLL):
-                if noted:
-                    return False
-            return True
+            return self.lock.acquire(timeout=POLL)
         finally:
             self.doorway.release()
 
@@ -132,13 +128,6 @@ class Turns:
             self._do_posted()  # work may have been posted while the lock was released
         finally:
             hold.end()
-
-    def deliver_ctrl_c(self) -> None:
-        """In the middle of a turn: raise `KeyboardInterrupt` now if Ctrl-C was noted."""
-        hold = self.holds[0]
-        if hold is not None and hold.noted:
-            hold.end()
-            hold.begin()
 
     def interruptible(self) -> "Interruptible":
         """In the middle of a turn: a `with` block in which Ctrl-C is not held. If Ctrl-C was noted
@@ -158,38 +147,29 @@ class Turns:
     def _do_posted(self, own: Callable | None = None) -> None:
         """Do all posted work, unless a thread has a turn: the end of that turn does it. Raises the
         error of `own`, the caller's work, and prints the errors of other work."""
-        if not self.posted:
-            return
-        errors: list[Exception] = []
+        own_error = None
         with ctrl_c_held():  # work that is taken off the queue must be done
-            while self.posted and self.lock.acquire(blocking=False):
+            while self.posted and not self.holds and self.lock.acquire(blocking=False):
+                self.holds.append(None)  # a turn: what this work posts is done after it
                 try:
-                    if self.holds:  # a handler called this, in the middle of its thread's turn
-                        break
-                    errors += self._empty_queue(own)
-                finally:
+                    own_error = self._do_one(own) or own_error
+                finally:  # also if work raises `SystemExit`
+                    self.holds.pop()
                     self.lock.release()
-        if errors:
-            raise errors[0]
+        if own_error is not None:
+            raise own_error
 
-    def _empty_queue(self, own: Callable | None) -> list[Exception]:
-        """Do the posted work in a turn of its own, so that work posted by other work comes after
-        it. Returns the error of `own`, if it has one."""
-        errors: list[Exception] = []
-        self.holds.append(None)
+    def _do_one(self, own: Callable | None) -> Exception | None:
+        if not self.posted:  # another thread has just done it
+            return None
+        work = self.posted.popleft()
         try:
-            while self.posted:
-                work = self.posted.popleft()
-                try:
-                    work()
-                except Exception as error:
-                    if work is own:
-                        errors.append(error)
-                    else:
-                        traceback.print_exception(error)
-        finally:  # also if work raises `SystemExit`
-            self.holds.pop()
-        return errors
+            work()
+        except Exception as error:
+            if work is own:
+                return error
+            traceback.print_exception(error)
+        return None
 
     def _is_mine(self) -> bool:
         return self.lock._is_owned()  # not public, but threading.Condition calls it, too
