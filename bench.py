@@ -19,8 +19,6 @@ import random
 import sys
 import time
 
-from nanoserve.__main__ import command
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
@@ -81,5 +79,4 @@ def measure(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    with command():
-        main()
+    main()

@@ -26,12 +26,12 @@ from collections.abc import Callable
 import torch
 
 from nanoserve import LLM
-from nanoserve.__main__ import command
 from nanoserve.batch import BatchBuilder
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.hooks import Extra
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence
+from nanoserve_extras.base.command import command
 
 PROMPT_LEN, BLOCK_SIZE, NUM_STEPS = 200, 16, 100
 CASES = [(1, 0), (16, 0), (64, 0), (256, 0), (1024, 0), (256, 100_000)]  # (running, waiting)

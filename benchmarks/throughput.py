@@ -60,13 +60,13 @@ from benchmarks.meter import peak_memory, profile, serve
 from benchmarks.peers import Peer, compare
 from benchmarks.roofline import Machine, Work
 from benchmarks.workloads import WORKLOADS, Request, wrapped
-from nanoserve.__main__ import command
 from nanoserve.config import DTYPES
 from nanoserve.device import free_cpu_memory, pick_device
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.loader import BUNDLED
 from nanoserve_extras import choose
 from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.command import command
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.doctor import features
 from nanoserve_extras.trace.recorder import Trace

@@ -3,19 +3,41 @@
 A command is a module with a function `main(argv)`, which is imported when the command is named, so
 that none of them costs the others anything. They stand in the table `COMMANDS`, and may need
 packages that a plain installation does not have.
+
+A command ends without a traceback, even by Ctrl-C:
+
+    if __name__ == "__main__":
+        with command():
+            main()              imports torch, so it is called within the block
+
+Ctrl-C, or a pipe that its reader closes (`nanoserve ... | head`), is no error: a traceback would
+explain nothing. The exit status is 128 plus the signal's number, as a shell expects.
+
+While a library is being imported, Ctrl-C ends the process at once. Some libraries catch exceptions
+raised during their import, and go on half loaded or raise another error. So modules that take long
+to import are imported within the `with` block; this file imports none of them.
+
+If Ctrl-C is ignored (as in a shell's background), or has a handler of its own, it stays so.
 """
 
 import argparse
+import os
+import signal
 import sys
+import threading
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import resolve_name
+from types import FrameType
 from typing import Any
 
 import nanoserve
 from nanoserve.__main__ import HOME, IN_PYTHON
 from nanoserve_extras import COMMANDS
 from nanoserve_extras.base.words import in_words
+
+INTERRUPTED, BROKEN_PIPE = 130, 141  # a shell's status for SIGINT (2), SIGPIPE (13)
 
 # Commands of other programs that people type, and ours.
 OTHERS = {
@@ -30,9 +52,46 @@ OTHERS = {
     "show": "nanoserve verify MODEL tells how it would be run"}
 
 
+@contextmanager
+def command():
+    """A block for a whole command, its slow imports included. Raises `SystemExit` with a shell's
+    status after Ctrl-C, or when the pipe that takes the output is closed."""
+    is_default = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    if is_default:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # a service may have been started without one
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # Python flushes again at its end, and that must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C as Python does, but within an `import` statement end the process at once."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def run(argv: list[str]) -> int:
     """Run a command with its arguments; returns the exit code."""
-    name, *rest = argv
+    with command():
+        return _run(*argv)
+
+
+def _run(name: str, *rest: str) -> int:
     if name in ("-h", "--help", "help"):
         print(listing())
         return 0
@@ -51,7 +110,7 @@ def run(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         print(_lacking(name, module, str(error.name)), file=sys.stderr)
         return 2
-    return found.main(rest) or 0
+    return found.main([*rest]) or 0
 
 
 def named(text: str) -> Any:

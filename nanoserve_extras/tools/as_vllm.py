@@ -29,10 +29,10 @@ from uuid import uuid4
 from transformers import AutoTokenizer
 
 import nanoserve
-from nanoserve.__main__ import command
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve_extras.base.checkpoint import find_folder
+from nanoserve_extras.base.command import command
 from nanoserve_extras.base.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.server.arguments import add_engine_options, engine_options

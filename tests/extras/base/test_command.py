@@ -9,29 +9,29 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.__main__ import command
+from nanoserve_extras.base.command import command
 
 pytestmark = pytest.mark.floor
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 CATCHES = """
 import os, time
 try: os.kill(os.getpid(), 2); time.sleep(60)
 except BaseException: print("caught")
 """
 LOADING = """
-from nanoserve.__main__ import command
+from nanoserve_extras.base.command import command
 with command():
     import catches
 """
 RUNNING = """
 import os, time
-from nanoserve.__main__ import command
+from nanoserve_extras.base.command import command
 with command():
     os.kill(os.getpid(), 2); time.sleep(60)
 """
 BEHIND = """
 import sys
-from nanoserve.__main__ import command
+from nanoserve_extras.base.command import command
 with command():
     print("the last words of a command that ends itself")
     sys.exit(3)
