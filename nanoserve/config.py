@@ -117,7 +117,6 @@ class EngineConfig(Options):
         "one of auto, safetensors, pt, dummy (a GGUF file is named as the model)",
         choice("auto", "safetensors", "pt", "dummy").keep)] = "auto"
     tensor_parallel_size: Count = 1  # ranks that share the model
-    pipeline_parallel_size: Count = 1  # stages, each of that many ranks
     expert_parallel: Flag = False  # each rank has whole experts
     seed: Whole = 0
     max_model_len: Count | None = None  # prompt plus output, in tokens
@@ -133,13 +132,11 @@ class EngineConfig(Options):
     scheduling_policy: Annotated[str, choice(*POLICIES)] = "fcfs"  # the order of requests
     enforce_eager: Flag = False  # no CUDA graphs
     hf_overrides: Annotated[dict, instance(dict, "a dict laid over config.json")] | None = None
-    # "auto": a request without parameters takes those of the checkpoint's generation_config.json;
-    # "vllm": it takes the defaults of `SamplingParams`.
-    generation_config: Annotated[str, choice("auto", "vllm")] = "auto"
     trust_remote_code: Flag = False  # code of a tokenizer; a model's never runs
     device: Device = "auto"
     kernels: Annotated[str, choice(*KERNELS)] = "auto"  # the backend of ops: see self_test.py
     async_scheduling: Flag | None = None  # step n+1 is scheduled while n runs
+    steps_at_once = 1  # no field: more with pipeline stages (nanoserve_extras)
 
     def __post_init__(self):
         super().__post_init__()
@@ -198,13 +195,7 @@ class EngineConfig(Options):
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def steps_at_once(self) -> int:
-        """How many steps run at the same time, one in each pipeline stage. With several stages, a
-        sequence is in one of these steps only."""
-        return self.pipeline_parallel_size if self.async_scheduling else 1
+        return self.tensor_parallel_size
 
 
 # ------------------------------------------------------------------ requests

@@ -84,11 +84,7 @@ class LLM(LLMEngine):
 
     def read_options(self, model: str | Path, options: dict) -> EngineConfig:
         """The options as a config, each field checked. Raises `ValueError`, `TypeError`."""
-        asked = EngineConfig(model=str(model), **options)
-        if asked.pipeline_parallel_size > 1:
-            raise ValueError(f"pipeline_parallel_size={asked.pipeline_parallel_size}, but nothing "
-                             "here gives the layers to ranks: use tensor_parallel_size")
-        return asked
+        return EngineConfig(model=str(model), **options)
 
     def read_checkpoint(self, model: str | Path, asked: EngineConfig, given: list[hooks.Extra],
                         ) -> tuple[EngineConfig, Path, list[hooks.Extra]]:

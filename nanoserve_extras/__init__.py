@@ -22,7 +22,8 @@ NAMES = dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput",
                        "ClassificationOutput", "ScoringOutput"), "pooling.pooling")
 NAMES |= {"PoolerConfig": "pooling.pooler", "StructuredOutputsParams": "structured.structured",
           "LoRARequest": "lora.lora", "AsyncLLM": "server.async_llm", "EngineArgs": "engine_args",
-          "LLM": "base.llm", "LLMEngine": "base.llm", "ModelConfig": "base.config_files",
+          "LLM": "base.llm", "LLMEngine": "base.llm", "EngineConfig": "base.engine_config",
+          "ModelConfig": "base.config_files",
           "SamplingParams": "base.sampling_params",
           "TextPrompt": "base.inputs", "TokensPrompt": "base.inputs"}
 
@@ -77,7 +78,7 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
     called. Raises `ValueError` for a checkpoint that can't be read, and for an option that would
     change nothing, because its extra was handed over with another value.
     """
-    from nanoserve.config import EngineConfig
+    from nanoserve_extras.base.engine_config import EngineConfig
     from nanoserve_extras.base.facts import Fact
 
     args, model_config, network = read_model(args, folder)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from nanoserve.config import EngineConfig
 from nanoserve.rules import (
     Anything,
     Count,
@@ -26,6 +25,7 @@ from nanoserve.rules import (
     only_if,
     rule_of,
 )
+from nanoserve_extras.base.engine_config import EngineConfig
 from nanoserve_extras.base.vllm import takes_vllms_words
 
 Record = TypeVar("Record", bound=Options)

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.floor
     (dict(max_num_batched_tokens=8, max_num_seqs=9),
      ["max_num_batched_tokens=8", "max_num_seqs=9"]),
     (dict(device="cuda:1", tensor_parallel_size=2), ["device='cuda:1'", "2 ranks", '"cuda"']),
-    (dict(device="cuda:1", pipeline_parallel_size=3), ["device='cuda:1'", "3 ranks", '"cuda"']),
 ], ids=str)
 def test_bad_options_are_refused_with_field_value_and_remedy(options, words):
     with pytest.raises(ValueError) as error:
@@ -65,12 +64,6 @@ def test_a_field_without_a_rule_can_not_exist():
 
     with pytest.raises(AssertionError, match="int.* has no rule"):
         Larger(model="none")
-
-
-@pytest.mark.parametrize("ahead, steps", [(True, 3), (False, 1), (None, 1)])
-def test_a_step_for_each_stage_needs_a_host_that_runs_ahead(ahead, steps):
-    config = EngineConfig(model="none", pipeline_parallel_size=3, async_scheduling=ahead)
-    assert config.steps_at_once == steps
 
 
 def test_configs_are_frozen():

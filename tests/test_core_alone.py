@@ -35,7 +35,7 @@ for refused, words in (
         (lambda: LLM({str(tmp_path)!r}), "OPTForCausalLM"),
         (lambda: llm.embed("a"), "embed"),
         (lambda: LLM({str(qwen3)!r}, enable_lora=True), "enable_lora"),
-        (lambda: LLM({str(qwen3)!r}, pipeline_parallel_size=2), "layers to ranks"),
+        (lambda: LLM({str(qwen3)!r}, pipeline_parallel_size=2), "pipeline_parallel_size"),
         (lambda: LLM({str(qwen3)!r}, extras=[5]), "inherit from Extra, got 5"),
         (lambda: llm.generate([1], lora_request="a"), "lora_request"),
         (lambda: llm.generate([1], prioritty=1), "prioritty"),

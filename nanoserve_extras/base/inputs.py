@@ -21,11 +21,12 @@ from os.path import commonprefix
 from typing import NotRequired, TypedDict
 
 from nanoserve import inputs as plain
-from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.config import SamplingParams
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.inputs import InputProcessor, is_token_id
 from nanoserve.model_config import ModelConfig
 from nanoserve.progress import say
+from nanoserve_extras.base.engine_config import EngineConfig
 from nanoserve_extras.base.generation_config import (
     not_applied,
     params_of,

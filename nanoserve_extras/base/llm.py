@@ -23,7 +23,6 @@ from typing import TypeVar
 
 from nanoserve import hooks
 from nanoserve import llm as plain
-from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
@@ -31,6 +30,7 @@ from nanoserve.request import Inbox, RequestOutput
 from nanoserve_extras import METHODS, choose, method_of
 from nanoserve_extras.base.checkpoint import find_folder, tokenizer_folder
 from nanoserve_extras.base.device import pick_device, say_why_unused
+from nanoserve_extras.base.engine_config import EngineConfig
 from nanoserve_extras.base.facts import Fact, check_added, facts_of, own_parts
 from nanoserve_extras.base.inputs import Inputs, Prompt
 from nanoserve_extras.base.metrics import EngineMetrics, Metric

@@ -17,12 +17,19 @@ pytestmark = pytest.mark.floor
     (dict(kv_store_bytes=100), ["kv_store_bytes=100", "without kv_store"]),
     (dict(max_lora_rank=8), ["max_lora_rank=8", "enable_lora"]),
     (dict(trace=5), ["trace must be", "got 5"]),
+    (dict(device="cuda:1", pipeline_parallel_size=3), ["device='cuda:1'", "3 ranks", '"cuda"']),
 ], ids=str)
 def test_bad_options_are_refused_with_field_value_and_remedy(options, words):
     with pytest.raises(ValueError) as error:
         EngineArgs(model="none", **options)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("ahead, steps", [(True, 3), (False, 1), (None, 1)])
+def test_a_step_for_each_stage_needs_a_host_that_runs_ahead(ahead, steps):
+    config = EngineArgs(model="none", pipeline_parallel_size=3, async_scheduling=ahead)
+    assert config.steps_at_once == steps
 
 
 def test_a_value_that_only_an_extra_knows_is_left_to_it():

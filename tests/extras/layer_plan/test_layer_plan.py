@@ -10,13 +10,14 @@ from itertools import pairwise
 
 import pytest
 from helpers import hand_over
-from scheduler_by_hand import add, finish_step, make
+from scheduler_by_hand import add, finish_step
 from scheduler_by_hand import alone as by_hand
 from small_engine import drain
 from witness import read
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, EngineConfig, SamplingParams
 from nanoserve.model_config import ModelConfig
+from nanoserve.scheduler import Scheduler
 from nanoserve_extras.layer_plan.layer_plan import Stage, places, share_out, share_out_rows
 
 SMALL = dict(num_gpu_blocks_override=64, dtype="float32", device="cpu")
@@ -171,7 +172,9 @@ def test_a_rank_has_its_layers_and_no_others(checkpoints, ranks_in_threads, monk
 def test_steps_in_flight_share_sequences_out_and_keep_them(count, shares):
     """Two at a time, of prompts of 2 tokens. Up to 4 rows take as long as one, and stay together. A
     step gets those whose tokens are known, and so the same ones all along."""
-    scheduler = make(seqs=16, pipeline_parallel_size=2, async_scheduling=True)
+    scheduler = Scheduler(EngineConfig(
+        model="none", max_num_batched_tokens=64, block_size=4, max_num_seqs=16,
+        pipeline_parallel_size=2, async_scheduling=True), 64)
     scheduler.hooks.cut.append(lambda step, seq, start, n: share_out_rows(scheduler, step, n))
     seqs = [add(scheduler, 2, max_tokens=6) for _ in range(count)]
     first, second = scheduler.schedule(), scheduler.schedule()
