@@ -282,7 +282,7 @@ def salt_of(prompt: Prompt) -> str | None:
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ValueError(f"cache_salt must be a text that is not empty, got {salt!r:.80}: leave it "
-                         "out to share the prefix cache with everybody")
+                         "out to share the prefix cache with all requests")
     return salt
 
 

@@ -161,7 +161,7 @@ class Encoder(TransformersModel):
         got = self.run(ids, everyone, everyone, WholePrompts([len(ids)], windows))
         got = class_head(self.layers, got[:1]) if self.classifies else got
         if got.shape != expected.shape or not self.are_close([expected], [got]):
-            raise ValueError("its numbers are others with our attention")
+            raise ValueError("its results differ with our attention")
         return layers
 
 
@@ -194,8 +194,8 @@ def read_encoder(asked: EngineArgs, folder: Path, architecture: str,
         raise refusal(architecture, f"there is no encoder for model_type={hf_config.model_type!r}")
     if not model_class.is_backend_compatible():
         biased = hasattr(hf_config, "relative_attention_num_buckets")  # MPNet
-        raise refusal(architecture, "its class computes attention by itself" + (
-            ", with a bias for each distance between tokens" if biased else ""))
+        raise refusal(architecture, "its attention implementation can't be replaced" + (
+            ": it adds a bias for each distance between tokens" if biased else ""))
     if classifies and getattr(hf_config, "classifier_pooling", "cls") != "cls":
         raise refusal(architecture, f"classifier_pooling={hf_config.classifier_pooling!r}: only "
                                     "'cls' is supported")

@@ -68,7 +68,7 @@ class ForeignRecorder(ExtrasRecorder):
         got = graphs.graphs[size][0].replay()
         got, right = (one[:step.num_tokens].float().nan_to_num() for one in (got, right))
         if not (got - right).norm() <= 1e-2 * right.norm():
-            raise RuntimeError("a replay gives other numbers than the step")
+            raise RuntimeError("a replay differs from the step")
 
 
 class EvenRecorder(ForeignRecorder):

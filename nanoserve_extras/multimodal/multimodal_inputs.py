@@ -117,7 +117,7 @@ def read_image(image: object):
             most = grays.max()
             if image.mode == "F" or not 0 <= grays.min() <= most < 2 ** 16 or (
                     image.mode == "I" and 0 < most < 2 ** 8):  # 8 bits, or nearly black?
-                raise ValueError(f"nobody knows what is white in mode {image.mode}: make it L")
+                raise ValueError(f"mode {image.mode} does not define white: convert the image to L")
             clear = grays == image.info.get("transparency")
             image = Image.fromarray(np.stack((grays >> 8, ~clear * 255), -1).astype(np.uint8))  # LA
         if image.has_transparency_data:  # PIL would show the hidden colour, which is mostly black

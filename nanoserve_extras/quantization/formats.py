@@ -473,7 +473,7 @@ def read_own(entry: dict) -> Format:
                 minima.shape not in ((rows, 0), (rows, groups))):
             raise ValueError(f"{tuple(scales.shape)} scales, {tuple(minima.shape)} minima")
         if not (scales.isfinite().all() and minima.isfinite().all()):
-            raise ValueError("a scale is not a number, or has no end")
+            raise ValueError("a scale is NaN or infinite")
         if minima.shape[1]:
             return with_minima(values, scales, minima, size)
         return Quantised(values, scales, None, size)
@@ -507,7 +507,7 @@ def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch
     values, zeros, scales, block, groups = numbers
     scales = floats(scales)
     if not scales.isfinite().all():
-        raise ValueError("a scale is not a number, or has no end")
+        raise ValueError("a scale is NaN or infinite")
     (rows, inputs), height = values.shape, 1
     if groups is None:
         height, groups = block[0], torch.arange(inputs) // block[1]

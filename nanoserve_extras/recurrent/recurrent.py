@@ -344,7 +344,7 @@ class RecurrentModel(TransformersModel):
             self.replace(module, keys, fast)
             self.num_fast += fast
         if not self.are_close(dense, [self.in_chunks(*text, *texts[0]) for text in texts]):
-            raise ValueError("its layers do not go on from a state that is handed to them")
+            raise ValueError("its layers can't continue from a given state")
         return super()._probe(width)
 
     def is_delta_net(self, net: nn.Module, keys: list[Key]) -> bool:

@@ -127,7 +127,7 @@ def check_servers_own(args: argparse.Namespace) -> None:
                 value := getattr(args, name)):
             raise ValueError(f"{option_name(name)} {value} is not supported: {row.remedy}")
     if "" in (args.api_key or ()):  # a variable of the shell that is not set, say
-        raise ValueError("--api-key is empty: whoever sends none would be let in")
+        raise ValueError("--api-key is empty: requests without a key would be accepted")
     if args.lora_modules and not args.enable_lora:
         raise ValueError("--lora-modules has no effect without --enable-lora: add it")
     if args.model_option is not None:

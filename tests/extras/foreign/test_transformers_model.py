@@ -232,16 +232,16 @@ def refused(tmp_path, config, **options) -> str:
 
 STATELESS = dict(vocab_size=260, hidden_size=32, num_hidden_layers=2)
 REFUSED = {
-    "BloomForCausalLM": (lambda: transformers.BloomConfig(**STATELESS, n_head=4), "by itself"),
+    "BloomForCausalLM": (lambda: transformers.BloomConfig(**STATELESS, n_head=4), "be replaced"),
     "MptForCausalLM": (lambda: transformers.MptConfig(
-        d_model=32, n_heads=4, n_layers=2, vocab_size=260), "attention by itself"),
+        d_model=32, n_heads=4, n_layers=2, vocab_size=260), "be replaced"),
     "FalconForCausalLM": (lambda: transformers.FalconConfig(
-        **STATELESS, num_attention_heads=4), "attention by itself"),
+        **STATELESS, num_attention_heads=4), "be replaced"),
     "MambaForCausalLM": (lambda: transformers.MambaConfig(**STATELESS), "recurrent state"),
     "RwkvForCausalLM": (lambda: transformers.RwkvConfig(**STATELESS), "recurrent state"),
     "GPTNeoForCausalLM": (lambda: transformers.GPTNeoConfig(
         vocab_size=260, hidden_size=32, num_layers=2, num_heads=4,
-        attention_types=[[["global", "local"], 1]]), "by itself"),
+        attention_types=[[["global", "local"], 1]]), "be replaced"),
     "T5ForConditionalGeneration": (lambda: transformers.T5Config(
         vocab_size=260, d_model=32, num_layers=2, num_heads=4), "encoder-decoder"),
     "RecurrentGemmaForCausalLM": (lambda: transformers.RecurrentGemmaConfig(
