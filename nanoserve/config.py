@@ -250,6 +250,8 @@ Biases = Annotated[dict[int, float], Rule(
 Functions = Annotated[list, list_of(
     keep_function, "a list of functions f(token_ids, logits) -> logits, or of classes whose "
     "objects are such functions")]
+Entries = Annotated[dict, Rule("a dict", lambda given: dict(
+    only_if(isinstance(given, dict), given)) or None)]
 # The fields that change logits if they have another value than their default: see controls.py.
 CONTROLS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
             "logit_bias", "allowed_token_ids", "bad_words", "logits_processors",
@@ -288,6 +290,7 @@ class SamplingParams:
     allowed_token_ids: SomeTokenIds | None = None  # no other token may come
     bad_words: Words | None = None  # banned with and without a space in front
     logits_processors: Functions | None = None  # called first
+    extra_args: Entries | None = None  # for processors of the engine: nanoserve_extras
     # After this many tokens of a thought its closing mark is forced: nanoserve_extras/thinking.py.
     thinking_token_budget: CountOrAll | None = None
     structured_outputs: Anything = None  # nanoserve_extras/structured

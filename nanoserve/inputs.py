@@ -35,7 +35,7 @@ class InputProcessor:
 
     request_class = Request  # what `process` makes; a subclass may add fields
     # Fields of `SamplingParams` that only an extra can honour; its `InputProcessor` takes them.
-    refused: tuple[str, ...] = ("structured_outputs", "thinking_token_budget")
+    refused: tuple[str, ...] = ("structured_outputs", "thinking_token_budget", "extra_args")
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig,
                  tokenizer: Tokenizer | None):

@@ -99,6 +99,7 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
         "pooling.pooling.Pooling": pools,
         "structured.structured.StructuredOutput": not pools,
         "thinking.ThinkingBudget": not pools,
+        "logits_processors.LogitsProcessors": bool(args.logits_processors),
         "trace.recorder.Recorder": args.trace is not None,
         "layer_plan.layer_plan.LayerPlan": (args.pipeline_parallel_size > 1
                                             or args.layer_plan is not None),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from nanoserve.config import keep_function
 from nanoserve.rules import (
     Anything,
     Count,
@@ -21,6 +22,7 @@ from nanoserve.rules import (
     Size,
     choice,
     instance,
+    list_of,
     number,
     only_if,
     rule_of,
@@ -150,6 +152,25 @@ class DraftOptions(Options):
         dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")] | None = None
 
 
+def keep_processor(given: Any) -> Any:
+    """A function or a class, itself or by its name."""
+    if isinstance(given, str):
+        from nanoserve_extras.base.command import named  # here: it knows all commands
+        given = named(given)
+    is_vllms = hasattr(given, "new_req_logits_processor") or hasattr(given, "update_state")
+    return given if is_vllms else keep_function(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsProcessorOptions(Options):
+    """What edits the logits of all requests. logits_processors: functions and classes as those of
+    `SamplingParams`, vLLM's classes, or their names."""
+
+    logits_processors: Annotated[list, list_of(
+        keep_processor, "a list of functions f(token_ids, logits), of classes, or of MODULE:NAME")
+        ] | None = None
+
+
 def keep_path(path: Any) -> str | Path:
     """That of a folder, which need not exist."""
     return only_if(isinstance(path, (str, Path)) and bool(str(path).strip()), path)
@@ -195,9 +216,9 @@ class PlainTextOptions(Options):
 # A record's fields come behind those of the records on its right: the engine's own are the first.
 @takes_vllms_words("LLM()", "LLM")
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs(PlainTextOptions, TraceOptions, BlockStoreOptions, DraftOptions, MultimodalOptions,
-                 LayerPlanOptions, PoolingOptions, LoRAOptions, RecurrentOptions,
-                 QuantizationOptions, ForeignOptions, EngineConfig):
+class EngineArgs(PlainTextOptions, TraceOptions, BlockStoreOptions, LogitsProcessorOptions,
+                 DraftOptions, MultimodalOptions, LayerPlanOptions, PoolingOptions,
+                 LoRAOptions, RecurrentOptions, QuantizationOptions, ForeignOptions, EngineConfig):
     """Checked as its parts are: raises `ValueError`, naming the field and the remedy."""
 
     def part(self, record: type[Record]) -> Record:

@@ -65,7 +65,7 @@ IDEAS = {
     "engine_args": [],  # all records of options
     "foreign": ["quantization", "pooling"],
     "new_weights": ["foreign", "block_store"],
-    "thinking": ["server"],
+    "thinking": ["server"], "logits_processors": [],
     "layer_plan": ["new_weights", "foreign"],
     "server": ["trace", "structured", "pooling", "lora", "layer_plan"],
     "tools": ["block_store", "quantization", "server"],

@@ -22,7 +22,7 @@ DEFAULTS = dict(
     max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None, detokenize=True,
     skip_special_tokens=True, include_stop_str_in_output=False,
     output_kind=RequestOutputKind.CUMULATIVE, logit_bias=None, allowed_token_ids=None,
-    bad_words=None, logits_processors=None, thinking_token_budget=None,
+    bad_words=None, logits_processors=None, extra_args=None, thinking_token_budget=None,
     structured_outputs=None)
 
 

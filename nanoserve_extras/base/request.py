@@ -53,6 +53,7 @@ class RequestStateStats:
 
 # Fields of a request that only an extra can honour -> the remedy if the engine has no such extra.
 HANDED_ON = {"lora_request": "make the engine with enable_lora=True",
+             "extra_args": "make the engine with logits_processors=[...], which read them",
              "structured_outputs": "this engine has no extra for grammars, leave it out",
              "thinking_token_budget": "this engine has no extra for thoughts, leave it out"}
 

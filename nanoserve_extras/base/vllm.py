@@ -123,10 +123,8 @@ TABLE = (
     Row("method", "add_lora remove_lora list_loras pin_lora", "an adapter is loaded when a request "
         "names it (lora_request=), and the least recently used one makes room"),
     # What a request asks for.
-    Row("LLM SamplingParams", "extra_args vllm_xargs", "use logit_bias, allowed_token_ids and "
-        "bad_words of SamplingParams, or write a control into controls.py"),
-    Row("LLM", "logits_processors", "they are functions of a request in this process: use "
-        "SamplingParams(logits_processors=[f]) of LLM.generate"),
+    Row("LLM", "extra_args vllm_xargs", "they are a request's: SamplingParams(extra_args={...})"),
+    Row("SamplingParams", "vllm_xargs", ours="extra_args"),
     Row("LLM SamplingParams call", "structured_outputs_config guided_decoding_backend "
         "guided_decoding guided_options_request guided_json guided_regex guided_choice "
         "guided_grammar regex ebnf grammar json_schema structural_tag",

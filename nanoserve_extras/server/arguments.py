@@ -86,6 +86,8 @@ def _how_to_read(field: Field) -> dict:
     kinds = types_of(field.type)
     if bool in kinds:
         return reader | dict(action=argparse.BooleanOptionalAction)
+    if list in kinds and dict not in kinds:
+        return reader | dict(nargs="+", metavar="NAME")
     for kind, read, metavar in ((dict, json_object, "DICT"), (Any, json_object, "JSON"),
                                 (int, whole, "INT"), (float, float, "FLOAT")):
         if kind in kinds:

@@ -199,7 +199,8 @@ class StreamOptions(Fields):
     include_obfuscation: bool | None = None  # padding against listeners: there is none
 
 
-OFFLINE = ("detokenize", "output_kind", "logits_processors")  # a client can't set these
+# A client can't set these; of the last one the name is vLLM's, `vllm_xargs`.
+OFFLINE = ("detokenize", "output_kind", "logits_processors", "extra_args")
 SERVED = [one for one in fields(SamplingParams) if one.name not in OFFLINE]
 OF_CHOICES = {"n", "logprobs", "prompt_logprobs"}  # one message has no place for them
 # A body with a field for each, to be left out or null. The rule's words are for the page `/docs`.
@@ -216,6 +217,7 @@ class Controls(Sampling):
     structured_outputs: dict[str, Any] | None = None  # vLLM's way to ask for a form
     priority: int | None = None
     cache_salt: Salt | None = None
+    vllm_xargs: dict[str, Any] | None = None
     stream: bool | None = None
 
 
@@ -241,6 +243,7 @@ class GenerationBody(Controls):
         """defaults: the model's own, with the endpoint's `max_tokens`. Raises `ValueError`."""
         given = {one.name: value for one in SERVED
                  if (value := getattr(self, one.name)) is not None}
+        given["extra_args"] = self.vllm_xargs
         given["logprobs"] = self.num_logprobs  # how many of the likeliest; None: no logprobs
         given["prompt_logprobs"] = self.num_prompt_logprobs
         if (limit := self.limit()) is not None:

@@ -40,6 +40,9 @@ TABLE = (
         "prompt"),
     Row("body", "thinking", "only a chat's template thinks: leave it out",
         ({}, "", {"type": "disabled"})),
+    Row("body", "logits_processors", "a server has them for all requests: nanoserve serve "
+        "--logits-processors MODULE:CLASS"),
+    Row("body", "extra_args", "vLLM's name in a body is vllm_xargs"),
     Row("body", "extra_body", "OpenAI's client sends what is in it: put that into the body itself"),
     Row("body", "truncation_side", "of a prompt that is cut the end stays", ("left",)),
     Row("body", "truncation_direction", "use truncation_side", ("right",)),
@@ -65,7 +68,7 @@ TABLE = (
 )
 ROWS = vllm.ROWS | rows_of(TABLE)
 # What LLM(), or a call, refuses is refused in a body in the same words.
-for taker, names in (("LLM", "kv_transfer_config kv_transfer_params logits_processors "
+for taker, names in (("LLM", "kv_transfer_config kv_transfer_params "
                       "enable_prompt_embeds prompt_embeds"),
                      ("call", "mm_processor_kwargs normalize activation softmax")):
     ROWS |= {("body", name): vllm.ROWS[taker, name] for name in names.split()}

@@ -52,6 +52,10 @@ HOMES |= dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "nanoserve_extras.server.
 HOMES |= dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel",
                         "destroy_distributed_environment"), "gc:collect")
 HOMES |= dict.fromkeys(ONLY_SERVER, f"{OURS}_trl:only_server")
+HOMES |= {name: f"nanoserve_extras.logits_processors:{name}" for name in (
+    "LogitsProcessor", "AdapterLogitsProcessor", "RequestLogitsProcessor", "BatchUpdate",
+    "MoveDirectionality", "process_dict_updates")}
+HOMES |= {"VllmConfig": "nanoserve.config:EngineConfig"}  # what a processor is made with
 HOMES |= {"cached_get_tokenizer": f"{OURS}:get_tokenizer",
           "TokenizerLike": "nanoserve.detokenizer:Tokenizer"}
 HOMES |= {name: f"{OURS}:{name}" for name in (
@@ -65,10 +69,7 @@ INSTEAD = {
     "BeamSearchParams": BEST, "GuidedDecodingParams": "use StructuredOutputsParams",
     "KVTransferConfig": "say kv_store='folder' to LLM(...)",
     "ModelRegistry": "an architecture is a row of FAMILIES in model_config.py, see CONTRIBUTING.md",
-    "logits_processor": "they are functions of a request here: use "
-                        "SamplingParams(logits_processors=[f])",
     "envs": "options of LLM(...) say what vLLM's environment variables do",
-    "VllmConfig": "LLM.config is what was chosen, LLM.model_config what config.json says",
     "ProfilerConfig": "make the engine with trace='run.html', or put torch.profiler around "
                       "generate()",
     "LateChunkingParams": "encode(pooling_task='token_embed') gives a vector for each token: take "

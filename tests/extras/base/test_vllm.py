@@ -116,9 +116,9 @@ IN_EXAMPLES = {
            "distributed_executor_backend enable_expert_parallel enable_log_requests "
            "enable_mm_embeds enable_prompt_embeds enable_return_routed_experts ignore_patterns "
            "io_processor_plugin "
-           "kv_transfer_config logits_processors max_cpu_loras mm_processor_cache_gb "
+           "kv_transfer_config max_cpu_loras mm_processor_cache_gb "
            "model_loader_extra_config profiler_config reasoning_parser tokenizer_mode",
-    "SamplingParams": "extra_args skip_clone trace_decode_token_ids",
+    "SamplingParams": "skip_clone trace_decode_token_ids",
     "pooling": "late_chunking_params",
     "call": "data_parallel_rank mode reset_running_requests tokenization_kwargs",
     "method": "collective_rpc do_log_stats enqueue enqueue_chat get_world_size pause_generation "

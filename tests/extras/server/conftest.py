@@ -5,12 +5,12 @@ import pytest
 
 @pytest.fixture(scope="module")
 def running():
-    from serving import Serving
+    from serving import OnlyToken, Serving
 
     from nanoserve import LLM
 
     with Serving(LLM(dtype="float32", num_gpu_blocks_override=160, max_num_seqs=16,
-                     scheduling_policy="priority"),
+                     scheduling_policy="priority", logits_processors=[OnlyToken]),
                  max_requests=64, max_body_bytes=100_000) as server:
         yield server
 

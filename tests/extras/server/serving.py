@@ -116,3 +116,22 @@ def send(connection: http.client.HTTPConnection, path: str, body=None, method: s
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method or ("GET" if body is None else "POST"), path, data,
                        {"content-type": "application/json"} | headers)
+
+
+class OnlyToken:
+    """A logits processor of all requests, in vLLM's words: writes the token that one asks for."""
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        pass
+
+    def new_req_logits_processor(self, params):
+        only = (params.extra_args or {}).get("only")
+        if only is None:
+            return None
+        if not isinstance(only, int):
+            raise ValueError("only must be a token id")
+
+        def write(token_ids, logits):
+            logits[:only] = logits[only + 1:] = float("-inf")
+            return logits
+        return write

@@ -170,7 +170,17 @@ def test_every_field_of_sampling_params_is_served_but_those_that_are_offline(ser
     for body in ("CompletionBody", "ChatBody"):
         served = document["components"]["schemas"][body]["properties"]
         assert {field.name for field in fields(SamplingParams)} - set(served) == {
-            "detokenize", "output_kind", "logits_processors"}
+            "detokenize", "output_kind", "logits_processors", "extra_args"}
+
+
+def test_a_request_tells_the_servers_logits_processors_what_it_wants(server):
+    """serving.OnlyToken, of all requests, does nothing for those that don't ask."""
+    for path, body in RIGHT.items():
+        _, answer = server.ask(path, body | dict(
+            max_tokens=3, vllm_xargs=dict(only=300), return_token_ids=True))
+        assert answer["choices"][0]["token_ids"] == [300, 300, 300]
+        error = server.refusal(path, body | dict(vllm_xargs=dict(only="x")))
+        assert "OnlyToken: only must be a token id" in error["message"]
 
 
 # ------------------------------------------------------------------- refusals
@@ -274,7 +284,7 @@ NOT_SERVED = [
     ("chat_template", "{{ x }}"), ("guided_json", {"type": "object"}),
     ("use_beam_search", True, False), ("length_penalty", 0.5, 1.0), ("typical_p", 0.3, 1.0),
     ("mirostat", 2, 0), ("do_sample", False, True), ("n_predict", 5), ("regex", "a+", ""),
-    ("vllm_xargs", {"a": 1}, {}), ("kv_transfer_params", {"a": 1}, {}), ("prompt_embeds", "x", ""),
+    ("extra_args", {"a": 1}, {}), ("kv_transfer_params", {"a": 1}, {}), ("prompt_embeds", "x", ""),
     ("detokenize", False, True), ("documents", ["x"], []), ("mm_processor_kwargs", {"a": 1}, {})]
 
 

@@ -51,6 +51,7 @@ def test_every_option_of_the_engine_is_there():
 @pytest.mark.parametrize(("words", "name", "value"), [
     ("--tokenizer=folder", "tokenizer", "folder"), ("--dtype=half", "dtype", "half"),
     ("--seed -3", "seed", -3), ("--gpu-memory-utilization 0.5", "gpu_memory_utilization", 0.5),
+    ("--logits-processors a:B c:D", "logits_processors", ["a:B", "c:D"]),
     ('--hf-overrides {"a":1}', "hf_overrides", {"a": 1}),
     ('--pooler-config {"pooling_type":"MEAN"}', "pooler_config", {"pooling_type": "MEAN"}),
     ("--no-enable-prefix-caching", "enable_prefix_caching", False),

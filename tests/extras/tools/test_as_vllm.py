@@ -107,6 +107,46 @@ params = SamplingParams(temperature=0, max_tokens=8,
                         structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
 print(llm.generate("The end was", params)[0].outputs[0].text)
 """
+PROCESSED = """
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import (
+    AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, RequestLogitsProcessor)
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+class Only(LogitsProcessor):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+        self.tokens: dict[int, int] = {}
+    def is_argmax_invariant(self) -> bool:
+        return False
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.tokens, batch_update, lambda params, prompt, output: (
+            params.extra_args and params.extra_args.get("only")))
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, token in self.tokens.items():
+            logits[row, torch.arange(logits.shape[1]) != token] = float("-inf")
+        return logits
+
+class Not(AdapterLogitsProcessor):
+    def is_argmax_invariant(self) -> bool:
+        return False
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        banned = params.extra_args and params.extra_args.get("not")
+        def ban(output_ids, logits):
+            logits[banned] = float("-inf")
+            return logits
+        return None if banned is None else ban
+
+llm = LLM("storyteller", dtype="float32", max_model_len=256, num_gpu_blocks_override=64,
+          logits_processors=[Only, Not])
+def first(**asked):
+    params = SamplingParams(temperature=0, max_tokens=2, extra_args=asked or None)
+    return llm.generate("Once upon a time", params)[0].outputs[0].token_ids
+usual = first()
+assert first(only=300) == [300, 300] and first(**{"not": usual[0]})[0] != usual[0]
+print(first() == usual)
+"""
 POOLING = """
 from vllm import LLM, PoolingParams, PoolingRequestOutput
 from vllm.config import PoolerConfig
@@ -187,7 +227,8 @@ def test_a_program_prints_what_generate_gives(tmp_path, capsys, told, script, wo
 
 
 @pytest.mark.parametrize("script, said", [
-    (METRICS, ["8"]), (STRUCTURED, ["Positive", "Negative"]), (POOLING, ["256: ["])])
+    (METRICS, ["8"]), (STRUCTURED, ["Positive", "Negative"]), (POOLING, ["256: ["]),
+    (PROCESSED, ["True"])])
 def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
     run(tmp_path, script)
     assert capsys.readouterr().out.strip().startswith(tuple(said))
