@@ -21,7 +21,7 @@ needs; those that have no keys to read, in all shorter rows, return at once.
 Invariant: a launch depends on shapes and on `num_decodes` alone, never on a length; what varies is
 read from the device. So a CUDA graph of a launch stays valid, and nothing is tuned at run time.
 A list of prefill tiles made on the host would be one more copy a step; instead a tile finds its row
-in `cu_seqlens_q` with log2(rows) reads.
+in `cu_seqlens_q`.
 """
 
 from functools import cache, partial
@@ -51,6 +51,7 @@ from nanoserve.triton_sampling import sample_tokens, thresholds
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", "thresholds",
            "linear", "embed", "new_cache", "norm_rope_store", "prepack", "paged_attention",
            "rms_norm"]
+WHOLE = tl.constexpr(-1.0)  # in the place of a split's total, which is never negative
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, as it is at this import
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
 
@@ -122,7 +123,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     def launch(phase: str, programs: int, out: torch.Tensor) -> None:
         """out: of the tokens that these programs compute, from first_token on."""
         first_token = 0 if phase == "decode" else num_decodes
-        even, result, stats, most = 1, out, None, multiprocessors(q.device)
+        even, sums, stats, most = 1, None, None, multiprocessors(q.device)
         if phase != "prefill" or longest > MIN_SPLIT_KEYS:
             even = _num_splits(programs, num_kv_heads, SPLIT_PROGRAMS * most)
         splits = even  # a long row may have more
@@ -131,21 +132,21 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         phase = "split" if phase == "decode" and even > 1 else phase
         if splits > 1:  # each gives a weighted sum, its highest score and its sum of weights
             shape, on = (splits, *out.shape[:2]), dict(dtype=torch.float32, device=q.device)
-            result, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
+            sums, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
         elif batch.is_padded:
             out.zero_()
         is_decode = first_token < num_decodes
         _attention_kernel[num_kv_heads, programs, splits](
-            q, k_cache, v_cache, k_scales, v_scales, result, stats, sinks, last,
+            q, k_cache, v_cache, k_scales, v_scales, out, sums, stats, sinks, last,
             batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, num_decodes, num_rows,
             first_token, even, batch.block_tables.stride(0), scale * LOG2E.value, *q.stride()[:2],
-            *k_cache.stride()[:3], *result.stride()[-3:-1], result.stride(0), GROUP=group,
+            *k_cache.stride()[:3], *out.stride()[:2], len(out), GROUP=group,
             HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SOFTCAP=softcap or 0.0,
             DECODE=is_decode, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, LONG_KEYS=LONG_KEYS, **tiles(phase),
             **FMA)
         if splits > 1:
             _combine_kernel[num_heads, len(out)](
-                result, stats, out, None if is_decode else batch.cu_seqlens_q, num_rows,
+                sums, stats, out, None if is_decode else batch.cu_seqlens_q, num_rows,
                 first_token, splits, *out.stride()[:2], HEAD_DIM=head_dim, MAX_SPLITS=MAX_SPLITS,
                 BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, **FMA)
 
@@ -191,22 +192,23 @@ def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_int8: bo
 
 # Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of
 # an address in the batch's buffer, would otherwise compile another program.
-@triton.jit(do_not_specialize=["num_decodes", "num_rows", "first_token", "even", "table_stride"],
+@triton.jit(do_not_specialize=["num_decodes", "num_rows", "first_token", "even", "table_stride",
+                               "num_tokens"],
             do_not_specialize_on_alignment=["last_ptr", "tables_ptr", "seq_lens_ptr",
                                             "cu_seqlens_q_ptr"])
-def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, stats_ptr,
-                      sinks_ptr, last_ptr, tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
+def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, sums_ptr,
+                      stats_ptr, sinks_ptr, last_ptr, tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
                       num_decodes, num_rows, first_token, even, table_stride, scale,
                       q_stride_token, q_stride_head,
                       kv_stride_block, kv_stride_slot, kv_stride_head, out_stride_token,
-                      out_stride_head, out_stride_split,
+                      out_stride_head, num_tokens,
                       GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DECODE: tl.constexpr,
                       MIN_SPLIT_KEYS: tl.constexpr, LONG_KEYS: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Grid: (KV heads, decode rows or tiles of others, splits); KV heads are neighbours in memory
-    and so run side by side. The result begins with that of first_token. With `stats_ptr` it is a
-    split's, and not divided yet."""
+    and so run side by side. `out` begins with first_token, one of num_tokens. With `stats_ptr` keys
+    are split; a split's sum, not divided yet, goes to `sums`, unless the first one has all keys."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head, program, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DECODE:
@@ -247,9 +249,11 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
     if stats_ptr is not None:  # splits have equally many tiles; the last ones fewer, or none
         share = tl.maximum(tl.cdiv(end - first, even), MIN_SPLIT_KEYS)
         share = tl.minimum(share, tl.maximum(tl.cdiv(end - first, tl.num_programs(2)), LONG_KEYS))
-        first += split * tl.cdiv(share, BLOCK_N) * BLOCK_N
-        end = tl.minimum(end, first + tl.cdiv(share, BLOCK_N) * BLOCK_N)
-        at = split * (out_stride_split // HEAD_DIM) + tokens * tl.num_programs(0) * GROUP + heads
+        share = tl.cdiv(share, BLOCK_N) * BLOCK_N
+        is_whole = end - first <= share
+        first += split * share
+        end = tl.minimum(end, first + share)
+        at = (split * num_tokens + tokens) * tl.num_programs(0) * GROUP + heads
         if (split > 0) & (first >= end):
             tl.store(stats_ptr + 2 * at + 1, tl.zeros((BLOCK_M,), tl.float32),
                      mask=queries <= last_query)
@@ -278,14 +282,17 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
                 kv_stride_slot, part != 1, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)
         low = tl.maximum(low, high)
 
-    if stats_ptr is None:
-        acc = acc / tl.where(total == 0, 1, total)[:, None]  # no keys at all: a row of padding
     if stats_ptr is not None:
-        tl.store(stats_ptr + 2 * at, highest, mask=queries <= last_query)
-        tl.store(stats_ptr + 2 * at + 1, total, mask=queries <= last_query)
-    tl.store(out_ptr + split * out_stride_split + tokens[:, None] * out_stride_token
-             + heads[:, None] * out_stride_head + dims[None, :],
-             acc.to(out_ptr.dtype.element_ty), mask=in_tile)
+        if not is_whole:
+            tl.store(stats_ptr + 2 * at, highest, mask=queries <= last_query)
+            tl.store(stats_ptr + 2 * at + 1, total, mask=queries <= last_query)
+            tl.store(sums_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_tile)
+            return
+        tl.store(stats_ptr + 2 * at + 1, tl.full((BLOCK_M,), WHOLE, tl.float32),
+                 mask=queries <= last_query)
+    acc = acc / tl.where(total == 0, 1, total)[:, None]  # no keys at all: a row of padding
+    tl.store(out_ptr + tokens[:, None] * out_stride_token + heads[:, None] * out_stride_head
+             + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=in_tile)
 
 
 @triton.jit
@@ -295,14 +302,18 @@ def _find_tile(cu_seqlens_q_ptr, tile, num_decodes, num_rows, BLOCK_Q: tl.conste
     A row's tiles are numbered from (queries before it) // BLOCK_Q + (rows before it) on, decodes
     not counted, which leaves enough numbers for the tiles of each. With BLOCK_Q 4, rows of 3 and 6
     queries begin at 0 and 3 // 4 + 1 = 1, the next one at 9 // 4 + 2 = 4: tile 3 has no queries.
+    Numbers grow, so as many rows begin up to this tile as there are rows up to its own. Up to 512
+    rows are one load; a binary search would be several, each waiting for the one before.
     """
-    low, high = num_decodes, num_rows  # the row is in [low, high)
-    while high - low > 1:
-        row = (low + high) // 2
-        begin = (tl.load(cu_seqlens_q_ptr + row) - num_decodes) // BLOCK_Q + row - num_decodes
-        low, high = tl.where(begin <= tile, row, low), tl.where(begin <= tile, high, row)
-    begin = (tl.load(cu_seqlens_q_ptr + low) - num_decodes) // BLOCK_Q + low - num_decodes
-    return low, (tile - begin) * BLOCK_Q
+    found, begin = 0, 0
+    for start in range(num_decodes, num_rows, 512):
+        row = start + tl.arange(0, 512)
+        queries = tl.load(cu_seqlens_q_ptr + row, row < num_rows, 0) - num_decodes  # before it
+        first = queries // BLOCK_Q + row - num_decodes
+        here = (row < num_rows) & (first <= tile)
+        found += tl.sum(here.to(tl.int32), 0)
+        begin = tl.maximum(begin, tl.max(tl.where(here, first, 0), 0))
+    return num_decodes + found - 1, (tile - begin) * BLOCK_Q
 
 
 @triton.jit
@@ -373,15 +384,19 @@ def _combine_kernel(sums_ptr, stats_ptr, out_ptr, cu_seqlens_q_ptr, num_rows, fi
 
     sums: (splits, tokens, heads, head_dim); stats: (splits, tokens, heads, 2). A split without keys
     has a total of 0, and may have written nothing else; splits from num_splits on are treated as
-    such, and all of a token after the last row's. (A decode is no such token.)
+    such, and all of a token after the last row's. (A decode is no such token.) Where the first
+    split's total is WHOLE it had all keys, and has written the result.
     """
     head, token = tl.program_id(0), tl.program_id(1)
     splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
     if cu_seqlens_q_ptr is not None:
         end = tl.load(cu_seqlens_q_ptr + num_rows)
         num_splits = tl.where(first_token + token < end, num_splits, 0)
+    mine = token * tl.num_programs(0) + head
+    if tl.load(stats_ptr + 2 * mine + 1, mask=num_splits > 0, other=0.0) == WHOLE:
+        return
     there = splits < num_splits
-    at = (splits * tl.num_programs(1) + token) * tl.num_programs(0) + head
+    at = splits * tl.num_programs(1) * tl.num_programs(0) + mine
     total = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0)
     there = there & (total != 0)
     highest = tl.load(stats_ptr + 2 * at, mask=there, other=-1e30)

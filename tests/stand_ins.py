@@ -58,8 +58,10 @@ def waits_for(operator, args: tuple, kwargs: dict) -> str | None:
     if name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
             isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
         return name
-    # aten/src/ATen/native/Repeat.cpp: the sum of all counts, unless the caller says it.
-    if name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
+    # aten/src/ATen/native/Repeat.cpp: the sum of counts on the device, unless the caller says it.
+    counts = operator.name() in ("aten::repeat_interleave.Tensor",
+                                 "aten::repeat_interleave.self_Tensor")
+    if counts and kwargs.get("output_size") is None:
         return name
     return None
 

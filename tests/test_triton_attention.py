@@ -23,6 +23,9 @@ from nanoserve.ops import paged_attention as twin
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from nanoserve import triton_attention as kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -317,6 +320,38 @@ def test_a_launch_does_not_depend_on_lengths(monkeypatch):
         batch.block_tables = torch.ones(256, width, dtype=torch.int32)
         kernels.paged_attention(q, cache, cache, batch, 0.2)
     assert [grid for _, grid, *_ in launches] == [(2, 256, 1), (2, 256, 4), (4, 256)]
+
+
+@pytest.mark.parametrize("lens", [([1, 1, 1], [1, 64, 63]), ([1, 2, 5], [9, 2, 60])], ids=str)
+def test_a_row_whose_keys_fit_the_first_split_needs_no_other_kernel(attend, monkeypatch, lens):
+    """With tables for 40,960 positions any row may be long: 256 short ones went through float32 in
+    memory, and through a second kernel, in each layer."""
+    monkeypatch.setattr(kernels, "_combine_kernel", Launches("_combine_kernel", []))
+    assert_equals_twins(attend, *cut(random.Random(1), *lens, 16), (4, 2), 32, 16, splits=4,
+                        sinks=True)
+
+
+def test_a_tile_finds_its_row_among_more_than_one_load():
+    """Every 11th tile of two decodes, and of 700 rows of 1 to 9 queries."""
+    lens = [1, 1, *(1 + i * 7 % 9 for i in range(700))]
+    ends, expected = [sum(lens[:row]) for row in range(len(lens) + 1)], {}
+    for row in range(2, len(lens)):
+        begin = (ends[row] - 2) // 4 + row - 2
+        expected |= {begin + n: [row, 4 * n] for n in range(-(-lens[row] // 4))}
+    tiles = [*expected][::11]
+    found = torch.zeros(len(tiles), 2, dtype=torch.int32, device=DEVICE)
+    find_tiles[len(tiles),](torch.tensor(ends).int().to(DEVICE), torch.tensor(tiles).to(DEVICE),
+                            found, 2, len(lens), BLOCK_Q=4)
+    assert found.tolist() == [expected[tile] for tile in tiles]
+
+
+@triton.jit
+def find_tiles(ends, tiles, found, num_decodes, num_rows, BLOCK_Q: tl.constexpr):
+    i = tl.program_id(0)
+    tile = tl.load(tiles + i).to(tl.int32)
+    row, query = kernels._find_tile(ends, tile, num_decodes, num_rows, BLOCK_Q)
+    tl.store(found + 2 * i, row)
+    tl.store(found + 2 * i + 1, query)
 
 
 def test_the_number_of_splits(monkeypatch):
