@@ -39,6 +39,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -337,6 +338,34 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
         return torch.empty(shape, dtype=dtype, device=device)
     memory, first = mapped(size)
     return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=first).view(shape)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Within, products and convolutions of float32 keep all their digits, for comparisons. On a GPU
+    convolutions keep ten bits (TF32) by default. So do products where the user allows it, or eight
+    on a CPU (`torch.set_float32_matmul_precision`). torch knows two ways to say so, and complains
+    where they differ: in the end both say what they said before."""
+    backends = torch.backends
+    kinds = backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn
+    before = [kind.fp32_precision for kind in kinds]
+    older: list[Callable[[], None]] = []
+    with suppress(RuntimeError):  # the user has said it in the newer way
+        older.append(partial(torch.set_float32_matmul_precision,
+                             torch.get_float32_matmul_precision()))
+    with suppress(RuntimeError):
+        older.append(partial(setattr, backends.cudnn, "allow_tf32", backends.cudnn.allow_tf32))
+    torch.set_float32_matmul_precision("highest")
+    backends.cudnn.allow_tf32 = False
+    for kind in kinds:
+        kind.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for restore in older:
+            restore()
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
 
 
 class Slabs:

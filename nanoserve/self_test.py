@@ -38,7 +38,7 @@ from nanoserve import ops
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.build import cache_folder, digest
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.device import current, memory_for
+from nanoserve.device import current, full_float32, memory_for
 from nanoserve.graphs import CudaGraph
 from nanoserve.model_config import ModelConfig
 from nanoserve.sequence import CoreRequest, Sequence, Step, visible
@@ -202,7 +202,7 @@ def wrong_functions(backend: Backend, shapes: Shapes) -> dict[str, str]:
     kept = Path(cache_folder() or os.devnull, f"self-test-{key}.json")  # else nothing is kept
     with suppress(OSError, ValueError):  # no such file, or a damaged one
         return json.loads(kept.read_text())
-    with current(shapes.device), memory_for(
+    with full_float32(), current(shapes.device), memory_for(
             "a trial of the kernels: end other programs that use the memory"):
         tried = trials(backend, shapes)
     found = {", ".join(names): error for names, (_, error) in tried.items() if error}

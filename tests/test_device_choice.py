@@ -15,7 +15,7 @@ from quick_interpreter import quick_interpreter  # noqa: F401 - a fixture
 
 from nanoserve import ops, self_test
 from nanoserve.config import EngineConfig
-from nanoserve.device import fit_dtype, pick_device
+from nanoserve.device import fit_dtype, full_float32, pick_device
 from nanoserve.model_config import ModelConfig
 from nanoserve.self_test import fit_kernels
 
@@ -155,3 +155,36 @@ def test_kernels_for_another_device_are_refused(fit, monkeypatch, device, kernel
     monkeypatch.setattr(self_test, "load_backend", lambda name: SimpleNamespace(INTERPRETED=False))
     with pytest.raises(ValueError, match=f"kernels='{kernels}'.*{reason}.*kernels='{instead}'"):
         fit(device, kernels=kernels, dtype="float32")
+
+
+@pytest.mark.parametrize("how", ["default", "older", "newer", "all"])
+def test_comparisons_keep_all_digits_and_leave_the_users_setting(how):
+    """Scripts that train allow TF32 or bfloat16 for float32's products, in one of two ways."""
+    backends, x = torch.backends, torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    kinds = backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn
+
+    def said() -> list[str]:
+        return [backends.fp32_precision, *(kind.fp32_precision for kind in kinds)]
+
+    before = said()
+    try:
+        if how == "older":
+            torch.set_float32_matmul_precision("medium")
+        elif how == "newer":
+            backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = (
+                "tf32", "bf16")
+        elif how == "all":
+            backends.fp32_precision = "tf32"
+        wanted = said()
+        with full_float32():
+            assert {kind.fp32_precision for kind in kinds} == {"ieee"}
+            assert not backends.cudnn.allow_tf32
+            exact = x.double() @ x.double()
+            assert (x @ x - exact).norm() < 1e-6 * exact.norm()
+        assert said() == wanted
+        if how == "older":
+            assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for owner, precision in zip((backends, *kinds), before, strict=True):
+            owner.fp32_precision = precision

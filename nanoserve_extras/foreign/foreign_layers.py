@@ -30,7 +30,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve import ops
-from nanoserve.device import return_freed_memory
+from nanoserve.device import full_float32, return_freed_memory
 from nanoserve.layers import Linear, Placement
 from nanoserve.loader import translated
 from nanoserve.parallel import Slice
@@ -174,6 +174,7 @@ class Picks(nn.Module):
         return 2 * x.index_select(-1, self.at.to(x.device))  # contiguous, as a product is
 
 
+@full_float32()
 def agree(part: nn.Module, ours: nn.Module, x: torch.Tensor, noise: float = 0.0) -> bool:
     """Whether they do in each number, of rows x, (n, size), together and each alone. noise: what
     rounding may cost where a formula subtracts, as a part of a row's largest number."""

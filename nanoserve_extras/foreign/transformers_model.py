@@ -34,7 +34,7 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
-from nanoserve.device import return_freed_memory
+from nanoserve.device import full_float32, return_freed_memory
 from nanoserve.layers import Placement
 from nanoserve.loader import Tensors
 from nanoserve.model import KVCache, Pair, fit_8_bits
@@ -269,6 +269,7 @@ class TransformersModel(nn.Module):
         out = self.layers(**options)
         return (out.logits[0] if self.chooses else out.logits[0, wanted]).contiguous()
 
+    @full_float32()
     def probe(self, width: int) -> dict[int, tuple]:
         """Each attending layer's q, k, v and window. width: of what comes out for a token. Raises
         `ValueError` for a network that can't be run in one row with others, saying why."""

@@ -37,7 +37,13 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
-from nanoserve.device import MIN_CACHE_TOKENS, cpu_budget, memory_for, return_freed_memory
+from nanoserve.device import (
+    MIN_CACHE_TOKENS,
+    cpu_budget,
+    full_float32,
+    memory_for,
+    return_freed_memory,
+)
 from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.layers import Linear
@@ -347,6 +353,7 @@ class RecurrentModel(TransformersModel):
             raise ValueError("its layers can't continue from a given state")
         return super()._probe(width)
 
+    @full_float32()
     def is_delta_net(self, net: nn.Module, keys: list[Key]) -> bool:
         """Whether `DeltaNet` computes what a mixer does. A copy of it in float32, with `Picks` for
         matrices, gets rows of all sizes: twice one token, then a chunk."""

@@ -15,6 +15,7 @@ from checkpoints import Reference, assert_same_text
 from helpers import watch_steps
 from hybrids import HYBRIDS, WRAPPED, make_wrapped
 from small_engine import drain_through, lose_steps
+from stand_ins import tf32
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from weight_kinds import needs_interpreter
 from wrappings import reference
@@ -343,6 +344,17 @@ def test_replays_write_transformers_text(made, recorded, name, drafter):
     assert any(step.preempted for step in steps) or name not in ("lfm2", "qwen3.5")  # they end
     assert {size.drafts for size in recorded} == {False, "qwen" in name}
     assert all(size.extra for size in recorded)
+
+
+def test_ten_bits_of_a_convolution_do_not_choose_the_mixer(made):
+    """A GPU's convolutions in float32 keep no more by default (TF32), and products where a script
+    allows it. The trial took delta nets for something else, and transformers' slow ones ran."""
+    try:
+        torch.set_float32_matmul_precision("high")
+        with tf32(), start(made["qwen3.5"]) as llm:
+            assert llm.runner.model.num_fast == llm.runner.model.num_mixers
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @needs_interpreter
