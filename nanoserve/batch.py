@@ -197,6 +197,7 @@ class BatchBuilder:
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
         self.table_lens = [0] * max_num_seqs
+        self.dropped = np.zeros(max_num_seqs, dtype=np.int32)  # tokens that are not in the table
         self.params = np.zeros(max_num_seqs, dtype=PARAMS)
 
     def _make_buffers(self, size: int, count: int, device: torch.device, staged: bool) -> None:
@@ -268,7 +269,8 @@ class BatchBuilder:
         cu_seqlens_q = np.zeros(len(seqs) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         rows = self._refresh_rows(seqs)
-        positions, slots = self._tokens(rows, starts, query_lens, cu_seqlens_q)
+        places = starts - self.dropped[rows]  # of each row's first token, in its table
+        positions, slots = self._tokens(rows, starts, places, query_lens, cu_seqlens_q)
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
         sample_rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)
         params = self.params.take(sample_rows)
@@ -281,24 +283,26 @@ class BatchBuilder:
             "positions": positions,
             "slot_mapping": slots,
             "cu_seqlens_q": cu_seqlens_q,
-            "seq_lens": starts + query_lens,
+            "seq_lens": places + query_lens,
             "logits_indices": _sampled_tokens(step, last_token_of),
             "sample_rows": sample_rows,
             "prompt_logprob_indices": _prompt_logprob_tokens(step, last_token_of),
             "block_tables": self.tables[rows, :width].reshape(-1),
             "block_moves": np.ravel(step.block_moves)}
 
-    def _tokens(self, rows: np.ndarray, starts: np.ndarray, query_lens: np.ndarray,
-                cu_seqlens_q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each token's position and slot, (num_tokens,). rows: the `Sequence.row` of each row.
+    def _tokens(self, rows: np.ndarray, starts: np.ndarray, places: np.ndarray,
+                query_lens: np.ndarray, cu_seqlens_q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each token's position and slot, (num_tokens,). rows: the `Sequence.row` of each row;
+        starts, places: the position and the place of its first token.
 
-        A token's position is its row's start plus its offset in the row. Example: a row with start
-        32 whose tokens begin at index 7 of the batch: index 9 has position 32 - 7 + 9.
+        Example: a row starts at position 32, and its tokens begin at index 7 of the batch: index 9
+        has position 32 + (9 - 7).
         """
         row_of_token = np.repeat(np.arange(len(rows)), query_lens)
-        positions = (starts - cu_seqlens_q[:-1])[row_of_token] + np.arange(len(row_of_token))
-        blocks = self.tables[rows[row_of_token], positions // self.block_size]
-        return positions, blocks * self.block_size + positions % self.block_size
+        in_row = np.arange(len(row_of_token)) - cu_seqlens_q[row_of_token]
+        positions, places = starts[row_of_token] + in_row, places[row_of_token] + in_row
+        blocks = self.tables[rows[row_of_token], places // self.block_size]
+        return positions, blocks * self.block_size + places % self.block_size
 
     def _refresh_rows(self, seqs: list[Sequence]) -> np.ndarray:
         """Bring the persistent arrays up to date; returns the `Sequence.row` of each sequence.
@@ -313,6 +317,7 @@ class BatchBuilder:
                 self.params[row] = (  # in the order of `PARAMS`
                     np.uint64(seq.seed).view(np.int64), params.temperature,
                     min(max(params.top_k, 0), np.iinfo(np.int32).max), params.top_p, params.min_p)
+                self.dropped[row] = len(seq.dropped_blocks) * self.block_size
                 self.table_lens[row] = 0
                 self.table_sources[row] = table  # noted last: Ctrl-C may come before
             known = self.table_lens[row]

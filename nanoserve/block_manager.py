@@ -140,7 +140,8 @@ class BlockManager:
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow `seq`'s table to hold `num_tokens`; all or nothing, False when blocks run out."""
-        num_missing = self.num_blocks_for(num_tokens) - len(seq.block_table)
+        num_missing = (self.num_blocks_for(num_tokens) - len(seq.dropped_blocks)
+                       - len(seq.block_table))
         if num_missing > len(self.free_blocks):
             return False
         for _ in range(num_missing):
@@ -154,9 +155,10 @@ class BlockManager:
         """Make `seq`'s full blocks findable, as far as their KV is computed and their tokens final.
 
         When the same content is cached already (two identical prompts ran side by side) the first
-        entry stays, and our copy remains an ordinary block that no look-up finds.
+        entry stays, and our copy remains an ordinary block that no look-up finds. What is computed
+        after a `drop` has not seen all of its prefix: it is found by nobody.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.dropped_blocks:
             return
         num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
         for i in range(seq.num_committed_blocks, num_full):
@@ -202,6 +204,30 @@ class BlockManager:
             self._dereference(block_id)
         seq.num_released_blocks = first // self.block_size
 
+    def drop(self, seq: Sequence, blocks: Iterable[int]) -> None:
+        """Take blocks out of `seq`'s table, so that no later query sees them. blocks: their numbers
+        in the text, 0 for its first tokens; those that were dropped before may be among them.
+
+        The blocks behind them move up, and with them the *places* of their tokens. With blocks of
+        16 and block 1 dropped, the token at position 40 is at place 24. Positions stay.
+        """
+        held = self.held(seq)
+        gone = {i: block_id for i, block_id in held.items() if i in set(blocks)}
+        if not gone:
+            return
+        # A new table, not a changed one: the batch copies a table again only if it is another list.
+        seq.block_table = [block_id for i, block_id in held.items() if i not in gone]
+        seq.dropped_blocks += tuple(gone)
+        for block_id in reversed(gone.values()):
+            self._dereference(block_id)
+
+    def held(self, seq: Sequence) -> dict[int, int]:
+        """The blocks that `seq` holds: number in its text -> block id."""
+        dropped = set(seq.dropped_blocks)
+        numbers = [i for i in range(len(seq.block_table) + len(dropped)) if i not in dropped]
+        places = range(seq.num_released_blocks, len(seq.block_table))
+        return {numbers[place]: seq.block_table[place] for place in places}
+
     def free(self, seq: Sequence) -> None:
         """Give back all blocks of `seq`. Cached ones stay findable until they are reused.
 
@@ -211,7 +237,7 @@ class BlockManager:
         """
         for block_id in reversed(seq.block_table[seq.num_released_blocks:]):
             self._dereference(block_id)
-        seq.num_released_blocks = 0
+        seq.num_released_blocks, seq.dropped_blocks = 0, ()
         seq.block_table = []
         seq.num_committed_blocks = 0
 
@@ -250,13 +276,14 @@ class BlockManager:
         """Audit everything against the sequences that may hold blocks. O(blocks): for tests."""
         holders: dict[int, list[str]] = {}
         for seq in sequences:
-            held = seq.block_table[seq.num_released_blocks:]
-            assert len(set(held)) == len(held), f"sequence {seq.name} lists a block twice: {held}"
+            held = self.held(seq)
+            assert len(set(held.values())) == len(held), (
+                f"sequence {seq.name} lists a block twice: {held}")
             for position in range(seq.num_released_blocks * self.block_size):
                 query = seq.num_computed_tokens
                 assert not visible(query, position, self.window, query), (
                     f"sequence {seq.name} gave back position {position}, which its next query sees")
-            room = len(seq.block_table) * self.block_size
+            room = (len(seq.block_table) + len(seq.dropped_blocks)) * self.block_size
             used = seq.num_computed_tokens + seq.num_inflight_tokens
             assert used <= room, (
                 f"sequence {seq.name} has computed {used} tokens in blocks for {room}")
@@ -264,7 +291,10 @@ class BlockManager:
             assert seq.num_committed_blocks <= num_full, (
                 f"sequence {seq.name} committed {seq.num_committed_blocks} blocks, but only "
                 f"{num_full} are full and computed")
-            for i, block_id in enumerate(held, seq.num_released_blocks):
+            assert all(i < num_full for i in seq.dropped_blocks), (
+                f"sequence {seq.name} dropped blocks {seq.dropped_blocks}, but only {num_full} are "
+                "full and computed")
+            for i, block_id in held.items():
                 holders.setdefault(block_id, []).append(seq.name)
                 if (entry := self.entry_of[block_id]) is None:
                     continue

@@ -19,7 +19,9 @@ mean one thing each, everywhere:
     num_new_tokens       how many tokens a step computes for a sequence
     block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
-    slot                 a place for one token's KV: block id * block_size + offset in the block
+    place                where a token's KV stands in its sequence's block table: at its position,
+                         less the tokens of `dropped_blocks`, of which most sequences have none
+    slot                 memory for one token's KV: block id * block_size + offset in the block
     slot_mapping         the slot of every token of a step
     row                  a sequence's line in an array: in a step's batch, or, at `Sequence.row`, in
                          the arrays that last from step to step
@@ -117,6 +119,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # chained hashes of its full blocks
     num_released_blocks: int = 0  # leading blocks given back: no query sees them any more
+    dropped_blocks: tuple[int, ...] = ()  # blocks of the text that were taken out of the table
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
     cache_entry: "CacheEntry | None" = None  # the cache's entry for the last committed block
 

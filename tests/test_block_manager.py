@@ -113,6 +113,30 @@ def test_what_lies_wholly_before_a_window_is_given_back(window, num_released):
     blocks.check([])
 
 
+def test_blocks_in_the_middle_are_dropped_and_those_behind_them_move_up():
+    """22 tokens in 6 blocks. What was found before the drop stays findable, and nothing after it
+    becomes so. Then tokens up to the 25th need one block more, the seventh of the text."""
+    blocks = BlockManager(8, SIZE)
+    seq = compute(blocks, range(22))
+    old = seq.block_table
+    blocks.drop(seq, [1, 3])
+    blocks.drop(seq, {1, 3})  # twice is once
+    assert seq.block_table == [0, 2, 4, 5] and old == [0, 1, 2, 3, 4, 5], "a new table, see batch"
+    assert blocks.held(seq) == {0: 0, 2: 2, 4: 4, 5: 5} and blocks.num_free_blocks == 4
+    assert hits(blocks, range(22)) == [0, 1, 2, 3, 4]
+    seq.token_ids += [22, 23, 24]
+    assert blocks.allocate(seq, 25) and len(seq.block_table) == 5
+    seq.num_computed_tokens = 25
+    blocks.commit(seq)
+    assert hits(blocks, range(25)) == [0, 1, 2, 3, 4], "block 5 has not seen its whole prefix"
+    blocks.drop(seq, [4])
+    assert blocks.held(seq)[6] == seq.block_table[3] and 4 not in blocks.held(seq)
+    blocks.check([seq])
+    blocks.free(seq)
+    assert (seq.block_table, seq.dropped_blocks, blocks.num_free_blocks) == ([], (), 8)
+    blocks.check([])
+
+
 OTHER_MASKS = {  # what is seen beside the last 3 of 13 keys, and how many of blocks of 4 go
     "the first": (lambda key: key < 1, 0), "every other block": (lambda key: key // 4 % 2 == 0, 0),
     "one in the middle": (lambda key: key == 7, 1), "none": (lambda key: False, 2)}
