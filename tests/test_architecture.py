@@ -64,6 +64,7 @@ IDEAS = {
     "multimodal": ["foreign"], "recurrent": ["foreign"], "drafts": ["foreign"], "trace": [],
     "engine_args": [],  # all records of options
     "foreign": ["quantization", "pooling"],
+    "forgetting": [],
     "new_weights": ["foreign", "block_store"],
     "thinking": ["server"], "logits_processors": [],
     "layer_plan": ["new_weights", "foreign"],

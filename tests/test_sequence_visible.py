@@ -17,9 +17,7 @@ from nanoserve import LLM, SamplingParams, ops
 SIZE = 4  # tokens in a block
 RULES = {
     "the first four behind a window": lambda query, key, window, last: (
-        (key <= last) & ((key > query - window) | (key < 4))),
-    "every other block of what is old": lambda query, key, window, last: (
-        (key <= last) & ((key > query - window) | (key // SIZE % 2 == 0)))}
+        (key <= last) & ((key > query - window) | (key < 4)))}
 
 
 def texts_with_a_mask(folder, prompts, count: int, rule) -> list[list[int]]:

@@ -22,6 +22,7 @@ PROGRAMS = [
     ("extras", "<!-- pooling -->", "<!-- printed by the pooling example -->"),
     ("extras", "<!-- two starts -->", "<!-- printed by the example above -->"),
     ("extras", "<!-- two engines -->", "<!-- printed by the two engines -->"),
+    ("extras", "<!-- forgetting -->", "<!-- printed by the forgetting example -->"),
     ("extras", "<!-- napkin -->", "<!-- printed by the napkin -->"),
     ("server", "<!-- stories -->", "<!-- printed by the stories -->"),
     ("training", "## A hook on logits", "<!-- printed by the example above -->"),
