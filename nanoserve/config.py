@@ -315,10 +315,6 @@ class SamplingParams:
             self.temperature = MIN_TEMPERATURE
         self.temperature = min(self.temperature, MAX_TEMPERATURE)
 
-    def clone(self) -> "SamplingParams":
-        """A copy that shares nothing with this one: the rules copy lists and dicts."""
-        return replace(self)
-
     def controls(self) -> set[str]:
         """Which of `CONTROLS` are used."""
         return {name for name in CONTROLS

@@ -214,20 +214,15 @@ class LLM(LLMEngine):
 
     def chat(self, messages: list, sampling_params: SamplingParams | list | None = None,
              use_tqdm: bool | Callable = True, *, stream: bool = False,
-             chat_template: str | None = None, add_generation_prompt: bool = True,
-             continue_final_message: bool = False, chat_template_kwargs: dict | None = None,
-             tools: list | None = None, **given: object,
+             chat_template_kwargs: dict | None = None, **given: object,
              ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """`generate` for one conversation, or a list of them, through the chat template.
 
-        messages: dicts with "role" and "content". tools: in OpenAI's form, passed to the template.
-        stream: return the iterator of `stream`, which shows no bar. Raises `ValueError` if there is
-        no template.
+        messages: dicts with "role" and "content". stream: return the iterator of `stream`, which
+        shows no bar. chat_template_kwargs: for the template, "tools" in OpenAI's form say, or a
+        "chat_template" in the place of the tokenizer's. Raises `ValueError` if there is none.
         """
-        options = dict(
-            chat_template=chat_template, continue_final_message=continue_final_message, tools=tools,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-        ) | (chat_template_kwargs or {})
+        options = {"add_generation_prompt": True} | (chat_template_kwargs or {})
         prompts = self.inputs.render_chats(messages, **options)
         if stream:
             return self.stream(prompts, sampling_params, **given)

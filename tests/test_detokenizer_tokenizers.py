@@ -162,7 +162,8 @@ def test_continuing_an_answer(speaker, begun):
     assert text.rstrip().endswith(begun.rstrip())  # some templates strip it
     output = speaker.encode("ते 😀, the island", *ids_of(name, ENDS[name][0]))
     speaker.says(output)
-    [out] = speaker.llm.chat(conversation, params(), continue_final_message=True, use_tqdm=False)
+    [out] = speaker.llm.chat(conversation, params(), use_tqdm=False, chat_template_kwargs=dict(
+        continue_final_message=True, add_generation_prompt=False))
     assert (out.prompt, out.prompt_token_ids) == (text, ids)
     assert decode(name, ids) + out.outputs[0].text == decode(name, ids + output)
 

@@ -16,7 +16,7 @@
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -194,9 +194,27 @@ class LLM(plain.LLM):
         return results
 
     stream = takes_vllms_words("stream()", "call", "lora_request")(plain.LLM.stream)
-    chat = takes_vllms_words("chat()", "call", "lora_request")(plain.LLM.chat)
     reset_prefix_cache = takes_vllms_words("reset_prefix_cache()", "call")(
         plain.LLM.reset_prefix_cache)
+
+    @takes_vllms_words("chat()", "call", "lora_request")
+    def chat(self, messages: list, sampling_params: SamplingParams | list | None = None,
+             use_tqdm: bool | Callable = True, *, stream: bool = False,
+             chat_template: str | None = None, add_generation_prompt: bool = True,
+             continue_final_message: bool = False, chat_template_kwargs: dict | None = None,
+             tools: list | None = None, **given: object,
+             ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """`generate` for one conversation, or a list of them, through the chat template.
+
+        messages: dicts with "role" and "content". tools: in OpenAI's form, passed to the template.
+        stream: return the iterator of `stream`, which shows no bar. Raises `ValueError` if there is
+        no template.
+        """
+        options = dict(
+            chat_template=chat_template, continue_final_message=continue_final_message, tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message)
+        return super().chat(messages, sampling_params, use_tqdm, stream=stream,
+                            chat_template_kwargs=options | (chat_template_kwargs or {}), **given)
 
     @takes_vllms_words("add_request()", "call")
     def add_request(self, request_id: str, prompt: Prompt,

@@ -1,5 +1,7 @@
 """`SamplingParams` that take vLLM's words, too: `from nanoserve import SamplingParams`."""
 
+from dataclasses import replace
+
 from nanoserve import config as plain
 from nanoserve_extras.base.vllm import takes_vllms_words
 
@@ -34,3 +36,7 @@ class SamplingParams(plain.SamplingParams):
         for name in ("seed", "thinking_token_budget"):  # -1 is None
             if getattr(self, name) == -1:
                 setattr(self, name, None)
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one: the rules copy lists and dicts."""
+        return replace(self)
