@@ -27,9 +27,8 @@ Invariants: the emitted texts, joined, are the final text. The final text does n
 it was read before the end. A token costs the same at any place in a text.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from nanoserve.config import RequestOutputKind, SamplingParams
 
@@ -39,20 +38,9 @@ CONTEXT = 5  # prompt tokens before the first output token: enough for a charact
 
 # ---------------------------------------------------------------------- the tokenizer
 # Read by transformers' `AutoTokenizer`, because every family has its own file formats.
-
-
-class Tokenizer(Protocol):
-    """The methods of a tokenizer that the engine calls, with transformers' names."""
-
-    eos_token_id: int | None
-    chat_template: str | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
-
-    def apply_chat_template(self, conversation: list[dict], *, tokenize: bool,
-                            **options) -> str: ...
+# Beside the attributes eos_token_id and chat_template, the engine calls only encode(text,
+# add_special_tokens=), decode(token_ids, skip_special_tokens=) and apply_chat_template(messages).
+Tokenizer = Any
 
 
 def load_tokenizer(folder: Path, *, optional: bool = False,
@@ -98,8 +86,11 @@ class StopStrings:
 
         new_text: what was added since the last call. is_complete: no more text will follow.
         """
-        found = [(at, stop) for stop, start in self.starts.items()
-                 if (at := text.find(stop, max(self.first, start), self.last)) >= 0]
+        found = []
+        for stop, start in self.starts.items():
+            at = text.find(stop, max(self.first, start), self.last)
+            if at >= 0:
+                found.append((at, stop))
         return min(found, default=None)
 
     def go_on(self, text: str) -> None:
@@ -113,10 +104,12 @@ class StopStrings:
         """The first place from `at` on where the rest of the text is a beginning of `stop`; the
         text's end if there is none. It never goes back, so all calls together read the text once.
         """
-        while 0 <= at < len(text) and not (
-                len(text) - at < len(stop) and stop.startswith(text[at:])):
+        while 0 <= at < len(text):
+            is_short = len(text) - at < len(stop)
+            if is_short and stop.startswith(text[at:]):
+                return at
             at = text.find(stop[0], at + 1)
-        return at if at >= 0 else len(text)
+        return len(text)
 
     def length_without(self, text: str) -> int:
         """How many characters no stop string can remove any more.
@@ -188,7 +181,7 @@ class Detokenizer:
         """
         for length in range(CONTEXT, CONTEXT + 4):
             ids = prompt_token_ids[-length:]
-            if not self._decode(ids).endswith("\ufffd"):
+            if self._ends_whole(ids):
                 return ids
         for token_id in reversed(prompt_token_ids):
             text = self._decode([token_id])
@@ -218,30 +211,42 @@ class Detokenizer:
     def _give_up(self, context: list[int], before: str, after: str) -> None:
         """Emit all pending tokens but the last 4 to 7, so that the texts of both parts join.
 
-        Tokens without any text are taken out first: 25 of them may stand between the bytes of one
-        character. Example: of 25 times FF, four stay pending. Of twelve times E4 BD and then E4,
-        five stay, because the last four begin with BD, in the middle of a broken character. The new
-        context is the old one or the emitted tokens: a decoder with byte tokens may need the bytes
-        that made a run invalid.
+        Example: of 25 times FF, four stay pending. Of twelve times E4 BD and then E4, five stay,
+        because the last four begin with BD, in the middle of a broken character.
         """
+        self._leave_out_silent(context, after)
+        if len(self.pending) <= 4:
+            return
+        for num in range(len(self.pending) - 4, len(self.pending) - 8, -1):
+            emitted = self._decode(context + self.pending[:num])
+            next_context = self._joining_context(context, num, emitted, after)
+            if next_context is not None:
+                self._extend(emitted[len(before):], num, next_context)
+                return
+        self._extend(after[len(before):], len(self.pending), self.pending)
+
+    def _leave_out_silent(self, context: list[int], after: str) -> None:
+        """Take out pending tokens without any text: 25 of them may stand between the bytes of one
+        character."""
         with_text = [token_id for token_id in self.pending if self._decode([token_id])]
-        if len(with_text) < len(self.pending) and self._decode(context + with_text) == after:
+        if self._decode(context + with_text) == after:
             self.num_emitted += len(self.pending) - len(with_text)
             self.pending = with_text
-            if len(with_text) <= 4:
-                return
-        for num_kept in range(4, 8):
-            num = len(self.pending) - num_kept
-            head, tail = self.pending[:num], self.pending[num:]
-            emitted = self._decode(context + head)
-            contexts = [(self._decode(ids), ids) for ids in (context, head)]
-            # A stable sort: first the contexts that end in a broken character.
-            contexts.sort(key=lambda one: not one[0].endswith("\ufffd"))
-            for start, ids in contexts:
-                rest = self._decode(ids + tail)
-                if rest.startswith(start) and emitted + rest[len(start):] == after:
-                    return self._extend(emitted[len(before):], num, ids)
-        return self._extend(after[len(before):], len(self.pending), self.pending)
+
+    def _joining_context(self, context: list[int], num: int, emitted: str,
+                         after: str) -> list[int] | None:
+        """The tokens at which to decode the pending ones from `num` on, so that `emitted` and their
+        text are `after`: the old context or the emitted tokens. A decoder with byte tokens may need
+        the bytes that made a run invalid, so contexts that end in a broken character come first."""
+        head, tail = self.pending[:num], self.pending[num:]
+        for ids in sorted((context, head), key=self._ends_whole):
+            start, whole = self._decode(ids), self._decode(ids + tail)
+            if whole.startswith(start) and emitted + whole[len(start):] == after:
+                return ids
+        return None
+
+    def _ends_whole(self, ids: list[int]) -> bool:
+        return not self._decode(ids).endswith("\ufffd")
 
     def _extend(self, new_text: str, num: int, context: list[int],
                 is_complete: bool = False) -> None:

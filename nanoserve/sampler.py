@@ -17,7 +17,7 @@ Not known here: the queue, text, the receiver of a token.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 
@@ -89,32 +89,29 @@ def put(values, dtype: torch.dtype = torch.float32, *, device: torch.device) -> 
 
 @dataclass
 class Logprobs:
-    """Log-probabilities of p tokens, each with the k likeliest ones of its position."""
+    """Log-probabilities at p positions: those of a token, and of the k likeliest tokens."""
 
-    ids: torch.Tensor  # (p,)
-    values: torch.Tensor  # (p,) float32
-    ranks: torch.Tensor  # (p,) 1: no other token is likelier
-    top_ids: torch.Tensor  # (p, k)
-    top_values: torch.Tensor  # (p, k) falling
+    ids: torch.Tensor  # (p, 1 + k) the token, then the likeliest
+    values: torch.Tensor  # (p, 1 + k) float32, from the second on falling
+    ranks: torch.Tensor  # (p,) of the token; 1: no other one is likelier
 
     def to_host(self) -> "Logprobs":
-        """Queue the copies of all fields to the host."""
-        return Logprobs(*(getattr(self, f.name).to("cpu", non_blocking=True)
-                          for f in fields(self)))
+        """Queue the copies to the host."""
+        tensors = (self.ids, self.values, self.ranks)
+        return Logprobs(*(tensor.to("cpu", non_blocking=True) for tensor in tensors))
 
     def tolist(self) -> list[list[tuple[int, float, int]]]:
         """For each position a list of (token id, logprob, rank), first of the token itself, then of
         the likeliest. Waits for the device. Equal logprobs have equal ranks: -1 -2 -2 -3 are ranks
         1 2 2 4."""
         positions = []
-        for token_id, value, rank, top_ids, top_values in zip(
-                self.ids.tolist(), self.values.tolist(), self.ranks.tolist(),
-                self.top_ids.tolist(), self.top_values.tolist(), strict=True):
-            entries = [(token_id, value, rank)]
-            for i, (top_id, top_value) in enumerate(zip(top_ids, top_values, strict=True)):
-                if i == 0 or top_value != top_values[i - 1]:
-                    rank = i + 1
-                entries.append((top_id, top_value, rank))
+        for ids, values, rank in zip(self.ids.tolist(), self.values.tolist(), self.ranks.tolist(),
+                                     strict=True):
+            entries = [(ids[0], values[0], rank)]
+            for i in range(1, len(ids)):
+                if i == 1 or values[i] != values[i - 1]:
+                    rank = i
+                entries.append((ids[i], values[i], rank))
             positions.append(entries)
         return positions
 
@@ -125,9 +122,10 @@ class SamplerOutput:
 
     token_ids: torch.Tensor  # (s,) int64, `NO_TOKEN` for a row whose logits are no numbers
     is_kept: bool = False  # whether a graph chose the tokens, and wrote them to `last_tokens`
-    logprobs: Logprobs | None = None  # one for each of `logprob_rows`
+    # In portions of `SCORED_ROWS`: of the rows in `logprob_rows`, and in the order of positions.
+    logprobs: list[Logprobs] = field(default_factory=list)
     logprob_rows: list[int] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # in the order of positions
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     failed: dict[Sequence, str] = field(default_factory=dict)  # see `controls.Edits`
     ready: torch.cuda.Event | None = None  # the copies to the host have ended
 
@@ -136,8 +134,7 @@ class SamplerOutput:
         otherwise the host would have to wait for both."""
         if self.token_ids.is_cuda:
             self.token_ids = self.token_ids.to("cpu", non_blocking=True)  # into pinned memory
-            if self.logprobs is not None:
-                self.logprobs = self.logprobs.to_host()
+            self.logprobs = [part.to_host() for part in self.logprobs]
             self.prompt_logprobs = [part.to_host() for part in self.prompt_logprobs]
             self.ready = torch.cuda.Event()
             self.ready.record()
@@ -148,12 +145,15 @@ class SamplerOutput:
         position by position (both as `Logprobs.tolist` gives them)."""
         if self.ready is not None:
             self.ready.synchronize()
-        logprobs = {} if self.logprobs is None else dict(
-            zip(self.logprob_rows, self.logprobs.tolist(), strict=True))
-        prompt_logprobs: list[list] = []
-        for part in self.prompt_logprobs:
-            prompt_logprobs += part.tolist()
-        return self.token_ids.tolist(), logprobs, prompt_logprobs
+        by_row = dict(zip(self.logprob_rows, joined(self.logprobs), strict=True))
+        return self.token_ids.tolist(), by_row, joined(self.prompt_logprobs)
+
+
+def joined(portions: list[Logprobs]) -> list[list]:
+    positions: list[list] = []
+    for portion in portions:
+        positions += portion.tolist()
+    return positions
 
 
 def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_logits: Callable,
@@ -166,27 +166,37 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
     a graph has chosen them, which it does only where no row has controls.
     """
     rows, positions = hidden.split((len(batch.logits_indices), len(batch.prompt_logprob_indices)))
-    is_kept, logits = chosen is not None, None
-    if not is_kept:
+    if chosen is not None:
+        output = SamplerOutput(chosen, is_kept=True)
+    else:
         logits = compute_logits(rows)  # (s, vocab_size)
-        chosen = (batch.logits_indices.long() if logits is None
-                  else choose(logits, batch, inputs, ops))
-    output = SamplerOutput(chosen, is_kept, failed=inputs.edits.failed if inputs.edits else {})
-    if inputs.logprob_rows and logits is not None:  # rank 0 alone has logits
-        asked = put(inputs.logprob_rows, torch.int64, device=logits.device)
-        output.logprobs = score(logits.index_select(0, asked), chosen[asked].clamp(min=0),
-                                inputs.num_logprobs)
-        output.logprob_rows = inputs.logprob_rows
-        # A mask may have hidden NaN from the choice. The logprobs, taken before it, show it.
-        chosen[asked] = chosen[asked].masked_fill(output.logprobs.values.isnan(), NO_TOKEN)
+        if logits is None:
+            output = SamplerOutput(batch.logits_indices.long())
+        else:
+            output = SamplerOutput(choose(logits, batch, inputs, ops))
+            score_samples(output, logits, inputs)
     # In portions: the logits of a whole prompt would be larger than the model.
     for start in range(0, len(positions), SCORED_ROWS):
         some = slice(start, start + SCORED_ROWS)
         logits = compute_logits(positions[some])
-        if logits is not None:
+        if logits is not None:  # rank 0 alone has logits
             output.prompt_logprobs.append(
                 score(logits, inputs.prompt_targets[some], inputs.num_prompt_logprobs))
     return output
+
+
+def score_samples(output: SamplerOutput, logits: torch.Tensor, inputs: SamplingInputs) -> None:
+    """Add the logprobs of the rows that want some. logits: (s, vocab_size)."""
+    if inputs.edits is not None:
+        output.failed = inputs.edits.failed
+    if not inputs.logprob_rows:
+        return
+    chosen, output.logprob_rows = output.token_ids, inputs.logprob_rows
+    for rows in put(inputs.logprob_rows, torch.int64, device=logits.device).split(SCORED_ROWS):
+        part = score(logits[rows], chosen[rows].clamp(min=0), inputs.num_logprobs)
+        output.logprobs.append(part)
+        # A mask may have hidden NaN from the choice. The logprobs, taken before it, show it.
+        chosen[rows] = chosen[rows].masked_fill(part.values[:, 0].isnan(), NO_TOKEN)
 
 
 def choose(logits: torch.Tensor, batch: Batch, inputs: SamplingInputs,
@@ -222,11 +232,10 @@ def choose_plain(logits: torch.Tensor, batch: Batch, ops: ModuleType,
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
     """Logprobs of `token_ids` (p,) and of the `num_top` likeliest. logits: (p, vocab_size)."""
-    parts = []
-    for some, ids in zip(logits.split(SCORED_ROWS), token_ids.split(SCORED_ROWS), strict=True):
-        logprobs = some.float().log_softmax(-1)
-        values = logprobs.gather(-1, ids[:, None])  # (rows, 1)
-        ranks = 1 + (logprobs > values).sum(-1)
-        top = logprobs.topk(num_top, dim=-1)
-        parts.append((ids, values[:, 0], ranks, top.indices, top.values))
-    return Logprobs(*map(torch.cat, zip(*parts, strict=True)))
+    token_ids = token_ids[:, None]  # (p, 1)
+    logprobs = logits.float().log_softmax(-1)
+    values = logprobs.gather(-1, token_ids)
+    ranks = 1 + (logprobs > values).sum(-1)
+    top = logprobs.topk(num_top, dim=-1)
+    return Logprobs(torch.cat((token_ids, top.indices), 1), torch.cat((values, top.values), 1),
+                    ranks)
