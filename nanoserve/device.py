@@ -33,7 +33,6 @@ import ctypes
 import gc
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -181,41 +180,19 @@ def gpu_budget(config: EngineConfig, device: torch.device,
         "largest step")
 
 
-def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int, local_size: int,
-                    least: Callable[[int], int], run_largest_step: Callable[[], None]) -> int:
-    """How many KV blocks of `block_bytes` there is room for on every rank.
-
-    config: resolved; local_size: ranks on this machine; least: the smallest of all ranks' numbers.
-    Raises `ValueError` with the numbers when there is room for none.
-    """
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    if config.kv_cache_memory_bytes is not None:
-        budget, reason = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
-        if device.type == "cpu" and budget * local_size > (has := cpu_memory() or sys.maxsize):
-            raise ValueError(f"kv_cache_memory_bytes={budget:,}, for each rank here, is more than "
-                             f"the {has:,} bytes of this machine's memory: lower it")
-    else:
-        budget, reason = (gpu_budget(config, device, run_largest_step) if device.type == "cuda"
-                          else cpu_budget(local_size))
-        # Every sequence at its full length; a small engine keeps room to remember prefixes.
-        most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
-        budget = min(budget, -(-most // config.block_size) * block_bytes)
-    # A rank whose layers keep states and no KV has room for any number of blocks.
-    num_blocks = least(budget // block_bytes if block_bytes else 2 ** 31 - 1)
-    if num_blocks < 1:
-        raise ValueError(
-            f"no room for one KV block: {block_bytes:,} bytes are needed, {budget:,} are to be had "
-            f"({reason}): raise kv_cache_memory_bytes or gpu_memory_utilization, lower block_size, "
-            "or end other programs that use the memory")
-    return num_blocks
-
-
 def cpu_budget(local_size: int) -> tuple[int, str]:
     """As `gpu_budget`, on a CPU that `local_size` ranks share."""
     free = free_cpu_memory()
     return int(CPU_MEMORY_SHARE * free / local_size), (
         f"{CPU_MEMORY_SHARE:.0%} of the {free / GB:.1f} GB that are free, for {local_size} ranks")
+
+
+def check_cpu_has(num_bytes: int, local_size: int) -> None:
+    """Raises `ValueError` if `local_size` ranks can't have so many bytes each."""
+    has = cpu_memory()
+    if has is not None and num_bytes * local_size > has:
+        raise ValueError(f"kv_cache_memory_bytes={num_bytes:,}, for each rank here, is more than "
+                         f"the {has:,} bytes of this machine's memory: lower it")
 
 
 def free_cpu_memory() -> int:

@@ -33,7 +33,7 @@ from torch import nn
 
 from nanoserve import ops
 from nanoserve.model_config import Rope
-from nanoserve.parallel import SOLO, Ranks, Slice, copy_share
+from nanoserve.parallel import Ranks, Slice, copy_share
 
 Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` of any layer
 
@@ -49,7 +49,7 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
-    ranks: Ranks = SOLO
+    ranks: Ranks = Ranks()  # a single one
     ops: ModuleType = ops  # or one of its backends, which have the same functions
     empty: Callable[..., torch.Tensor] = torch.empty
     expert_parallel: bool = False
@@ -84,7 +84,9 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, on: Placement, offset: bool = False):
         super().__init__()
-        self.eps, self.offset, self.ops = eps, offset, on.ops
+        self.ops = on.ops
+        self.eps = eps
+        self.offset = offset
         self.weight = on.weight(size, dtype=torch.float32)
         self.neutral = 0 if offset else 1  # a random model's weight: see `load_dummy_weights`
 
@@ -115,10 +117,12 @@ class Linear(nn.Module):
     def __init__(self, inputs: Slice | int, matrices: dict[str, Slice | int], bias: bool,
                  on: Placement):
         super().__init__()
-        self.inputs, self.ranks, self.ops = Slice.of(inputs), on.ranks, on.ops
+        self.on = on
+        self.ops = on.ops
+        self.ranks = on.ranks
+        self.inputs = Slice.of(inputs)
         self.matrices = {name: Slice.of(rows) for name, rows in matrices.items()}
         size = sum(rows.size for rows in self.matrices.values())
-        self.on = on
         self.weight = on.shape(size, self.inputs.size)
         self.bias = on.weight(size) if bias else None
         self.packed: torch.Tensor | None = None  # takes the weight's place
@@ -130,8 +134,8 @@ class Linear(nn.Module):
             here = slice(start, start + rows.size)
             yield beside(path, f"{name}.weight"), partial(self.fill, here, rows)
             if self.bias is not None:
-                yield beside(path, f"{name}.bias"), partial(
-                    copy_share, self.bias[here], rows, None)
+                copy_bias = partial(copy_share, self.bias[here], rows, None)
+                yield beside(path, f"{name}.bias"), copy_bias
             start += rows.size
 
     def make_room(self, dtype: torch.dtype | None = None) -> None:
@@ -145,7 +149,8 @@ class Linear(nn.Module):
         copy_share(self.weight[here], rows, self.inputs, tensor)
 
     def process_weights_after_loading(self) -> None:
-        self.packed, self.weight = self.ops.prepack(self.weight.data), None
+        self.packed = self.ops.prepack(self.weight.data)
+        self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(num_tokens, inputs) -> (num_tokens, outputs)"""
@@ -178,8 +183,12 @@ class Embedding(nn.Module):
 
     def __init__(self, tokens: Slice, hidden_size: int, on: Placement, tied: bool = False):
         super().__init__()
-        self.tokens, self.ranks, self.ops, self.tied = tokens, on.ranks, on.ops, tied
-        self.weight, self.dtype = on.weight(tokens.size, hidden_size), on.dtype
+        self.ops = on.ops
+        self.ranks = on.ranks
+        self.dtype = on.dtype
+        self.tokens = tokens
+        self.tied = tied
+        self.weight = on.weight(tokens.size, hidden_size)
         self.packed: torch.Tensor | None = None  # takes the place of a tied weight
 
     def tensors(self, path: str) -> Tensors:
@@ -188,7 +197,8 @@ class Embedding(nn.Module):
 
     def process_weights_after_loading(self) -> None:
         if self.tied:
-            self.packed, self.weight = self.ops.prepack(self.weight.data), None
+            self.packed = self.ops.prepack(self.weight.data)
+            self.weight = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)"""
@@ -220,10 +230,13 @@ class Experts(nn.Module):
     def __init__(self, experts: Slice | int, hidden_size: int, inner: Slice | int, activation: str,
                  on: Placement):
         super().__init__()
-        self.experts, self.inner = Slice.of(experts), Slice.of(inner)
-        self.activation, self.ops = activation, on.ops
-        count, width = self.experts.size, self.inner.size
         self.on = on
+        self.ops = on.ops
+        self.activation = activation
+        self.experts = Slice.of(experts)
+        self.inner = Slice.of(inner)
+        count = self.experts.size
+        width = self.inner.size
         self.gate_up_proj = on.shape(count, 2 * width, hidden_size)
         self.down_proj = on.shape(count, hidden_size, width)
         self.packed: tuple[torch.Tensor, torch.Tensor] | None = None  # takes the place of both
@@ -236,20 +249,22 @@ class Experts(nn.Module):
         """Other ranks' experts, too: they must be in the checkpoint, but are not copied."""
         for expert in range(self.experts.total):
             for name in ("gate_proj", "up_proj", "down_proj"):
-                yield f"{path}.{expert}.{name}.weight", partial(
-                    self.fill, expert - self.experts.start, name)
+                fill = partial(self.fill, expert - self.experts.start, name)
+                yield f"{path}.{expert}.{name}.weight", fill
 
     def fill(self, i: int, name: str, tensor: torch.Tensor) -> None:
         if self.down_proj.is_meta:  # also on a rank without experts: `finish` packs on all
             self.make_room()
         if not 0 <= i < self.experts.size:
             return
-        hidden, width = Slice.whole(self.down_proj.shape[1]), self.inner.size
-        gate, up = self.gate_up_proj[i].split(width)
-        if name == "down_proj":
-            copy_share(self.down_proj[i], hidden, self.inner, tensor)
+        hidden = Slice.whole(self.down_proj.shape[1])
+        gate, up = self.gate_up_proj[i].split(self.inner.size)
+        if name == "gate_proj":
+            copy_share(gate, self.inner, hidden, tensor)
+        elif name == "up_proj":
+            copy_share(up, self.inner, hidden, tensor)
         else:
-            copy_share(up if name == "up_proj" else gate, self.inner, hidden, tensor)
+            copy_share(self.down_proj[i], hidden, self.inner, tensor)
 
     def process_weights_after_loading(self) -> None:
         gate_up = self.ops.prepack(self.gate_up_proj.data)

@@ -122,6 +122,14 @@ def read_safetensors(files: Iterable[Path]) -> Tensors:
 # ------------------------------------------------------- tensors to parameters
 
 
+def load(model: nn.Module, folder: Path, load_format: str, seed: int) -> None:
+    """Fill a network from the files in its folder, or with random numbers ("dummy")."""
+    if load_format == "dummy":
+        load_dummy_weights(model, seed)
+    else:
+        load_weights(model, stored_tensors(folder, load_format), folder)
+
+
 def load_weights(model: nn.Module, tensors: Tensors, source: Path) -> None:
     """Fill a `Decoder`, or a network with its `config` and `unused`. source: for messages.
 

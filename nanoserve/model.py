@@ -13,8 +13,7 @@ batch dimension and no padding, because rows are told apart by attention alone.
 
 With tensor parallelism every rank runs this same code on its share of the heads, of the MLP's width
 and of the vocabulary, and has the whole residual stream. How a matrix is cut is decided here, where
-the layers are made; in a step only `Linear`, `Embedding`, `MoE`, `compute_logits` and `likeliest`
-communicate.
+the layers are made; in a step only `Linear`, `Embedding`, `MoE` and `compute_logits` communicate.
 
 A flag may switch a line on or off (qk-norm, biases, a second norm). Anything that needs another
 algorithm is another class, as `MoE` is. Road not taken: one file for each family, as transformers
@@ -29,7 +28,6 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.layers import Linear, Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model_config import ModelConfig
-from nanoserve.sequence import NO_TOKEN
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, cos and sin, a stream's two terms
 KVCache = list[Pair]  # K and V of each layer, see `ops.new_cache`
@@ -52,20 +50,24 @@ class Decoder(nn.Module):
         everything = range(config.num_hidden_layers)
         self.here = everything if here is None else here
         self.config = config  # a `ModelConfig`
-        self.on, self.ranks = on, on.ranks
+        self.on = on
+        self.ranks = on.ranks
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)  # one a layer
+
         vocabulary = on.ranks.share(config.vocab_size)
-        self.embed_tokens = on.embedding(vocabulary, config.hidden_size, on,
-                                         tied=config.tie_word_embeddings)
-        self.rotary = RotaryEmbedding(config.rope, on.device)
-        self.rotary_local = None if config.rope_local is None else RotaryEmbedding(
-            config.rope_local, on.device)
+        tied = config.tie_word_embeddings
+        self.embed_tokens = on.embedding(vocabulary, config.hidden_size, on, tied=tied)
+        self.rotary = self.rotary_local = RotaryEmbedding(config.rope, on.device)
+        if config.rope_local is not None:
+            self.rotary_local = RotaryEmbedding(config.rope_local, on.device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, on) if i in self.here else nn.Identity() for i in everything)
+            DecoderLayer(config, i, on) if i in self.here else nn.Identity()
+            for i in everything)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
-        self.lm_head = None if config.tie_word_embeddings else on.linear(
-            config.hidden_size, {"lm_head": vocabulary}, False, on)
+        self.lm_head = None
+        if not tied:
+            self.lm_head = on.linear(config.hidden_size, {"lm_head": vocabulary}, False, on)
 
     def take_head(self, name: str, head: nn.Module | None) -> None:
         """Put another head, by its name in the checkpoint, or none, in the place of the LM head. A
@@ -94,25 +96,14 @@ class Decoder(nn.Module):
         """Run the layers that are built. Returns the residual stream as two terms."""
         residual: torch.Tensor | None = None  # the stream is the sum of the two
         cos_sin = local_cos_sin = self.rotary(positions)
-        if self.rotary_local is not None:
+        if self.rotary_local is not self.rotary:
             local_cos_sin = self.rotary_local(positions)
+        last = len(self.layers) - 1
         for kv, i in zip(kv_cache, self.here, strict=False):  # a draft network's caches may follow
             angles = cos_sin if self.config.windows[i] is None else local_cos_sin
-            is_last = i == len(self.layers) - 1
             hidden, residual = self.layers[i](hidden, residual, angles, kv, batch,
-                                              wanted if is_last else None)
+                                              wanted if i == last else None)
         return hidden, residual
-
-    def too_wide(self) -> list[int]:
-        """Indices in `kv_shapes` of keys or values that don't `fit_8_bits`, tried with random x."""
-        x = torch.randn(16, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        x, found = x.to(self.on.device, self.on.dtype), []
-        for i, (heads, size) in enumerate(self.kv_shapes):
-            layer = self.layers[self.here[i]]
-            qkv = layer.self_attn.qkv_proj(layer.input_layernorm(x)).view(len(x), -1, size)
-            if not self.ranks.least(fit_8_bits(qkv[:, -2 * heads:])):
-                found.append(i)
-        return found
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(num_rows, hidden_size) -> (num_rows, vocab_size) in float32, on rank 0; None on the
@@ -121,29 +112,10 @@ class Decoder(nn.Module):
 
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of this rank's share of the vocabulary."""
-        logits = (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        logits = head.logits(hidden)
         cap = self.config.logits_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The argmax of `compute_logits`, (num_rows,). Each rank sends its best token alone."""
-        logits = self.own_logits(hidden)
-        ids = self.on.ops.argmax(logits)[:, None]
-        # A row in which one rank finds no token gets none: that rank's value, infinity, is highest.
-        is_none = ids == NO_TOKEN
-        best = logits.gather(1, ids.clamp(min=0)).masked_fill(is_none, torch.inf)
-        ids = (self.embed_tokens.tokens.start + ids).masked_fill(is_none, NO_TOKEN)
-        return self.ranks.gather_best(best, ids)
-
-
-def fit_8_bits(x: torch.Tensor) -> bool:
-    """Whether one scale a head suits keys or values, (num_tokens, heads, head_dim). Qwen 2.5's keys
-    have biases of hundreds in a few channels: what differs between tokens would be rounded away."""
-    wide = x.float().transpose(0, 1)  # (heads, num_tokens, head_dim)
-    differences = wide.diff(dim=1).abs()  # between a token and the next
-    typical = differences.median(2).values.median(1).values  # (heads,); 0.95 for normal numbers
-    largest = wide.abs().amax((1, 2))  # it becomes 127 of int8: a difference should be 8 at least
-    return bool((largest <= 16 * typical).all())
 
 
 class DecoderLayer(nn.Module):
@@ -192,12 +164,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, on: Placement):
         super().__init__()
-        self.head_dim, self.eps, self.ops = config.head_dim, config.rms_norm_eps, on.ops
-        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.ops = on.ops
+        self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
+        self.scale = config.attention_scale
+        self.softcap = config.attention_softcap
         self.window = config.windows[index]
         heads, kv_heads = on.ranks.share_heads(config.num_attention_heads,
                                                config.num_key_value_heads)
-        q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
+        q = heads.times(self.head_dim)
+        kv = kv_heads.times(self.head_dim)
         self.qkv_proj = on.linear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv},
                                   config.qkv_bias, on)
         self.o_proj = on.linear(q, {"o_proj": config.hidden_size}, config.o_bias, on)
@@ -215,7 +191,9 @@ class Attention(nn.Module):
         q = self.ops.norm_rope_store(qkv, q_weight, k_weight, self.eps, *cos_sin, *kv,
                                      batch.slot_mapping)
         out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
-        return self.o_proj((out if wanted is None else out[wanted]).flatten(1))
+        if wanted is not None:
+            out = out[wanted]
+        return self.o_proj(out.flatten(1))
 
 
 class MLP(nn.Module):
@@ -223,14 +201,17 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, on: Placement):
         super().__init__()
-        stream, inner = config.hidden_size, on.ranks.share(config.intermediate_size)
-        self.activation, self.ops = config.activation, on.ops
+        self.ops = on.ops
+        self.activation = config.activation
+        stream = config.hidden_size
+        inner = on.ranks.share(config.intermediate_size)
         self.gate_up_proj = on.linear(stream, {"gate_proj": inner, "up_proj": inner},
                                       config.mlp_bias, on)
         self.down_proj = on.linear(inner, {"down_proj": stream}, config.mlp_bias, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.ops.act_and_mul(self.gate_up_proj(hidden), self.activation))
+        gate_up = self.gate_up_proj(hidden)
+        return self.down_proj(self.ops.act_and_mul(gate_up, self.activation))
 
 
 class MoE(nn.Module):
@@ -246,7 +227,8 @@ class MoE(nn.Module):
         self.ranks = on.ranks
         self.experts_per_token = config.num_experts_per_tok
         self.normalise = config.norm_topk_prob
-        experts, inner = config.num_experts, config.moe_intermediate_size
+        experts = config.num_experts
+        inner = config.moe_intermediate_size
         # Every rank has the router, so all of them pick the same experts without communication.
         self.gate = Linear(config.hidden_size, {"gate": experts}, False, on)
         if on.expert_parallel:

@@ -17,18 +17,15 @@ from `last_tokens`, on the device:
 **One forward on all ranks.** With tensor parallelism every rank runs the same `run`, each with its
 share of the weights; only rank 0 gets logits and chooses tokens (parallel.py).
 
-On a GPU a step of nothing but decodes is a replay of a CUDA graph (graphs.py). A second
-network, which drafts for the first, is network 1 of an ordinary greedy step; its layers' caches
-come after the first one's. Not known here: the queue, text, users.
+On a GPU a step of nothing but decodes is a replay of a CUDA graph (graphs.py). Not known here: the
+queue, text, users; a second network, which drafts (nanoserve_extras/base/runner.py).
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from nanoserve import device
 from nanoserve.batch import Batch, BatchBuilder
@@ -36,10 +33,10 @@ from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
 from nanoserve.graphs import CudaGraph, Recorder
 from nanoserve.layers import Placement
-from nanoserve.loader import load_dummy_weights, load_weights, stored_tensors
+from nanoserve.loader import load
 from nanoserve.model import Decoder, KVCache
 from nanoserve.model_config import ModelConfig
-from nanoserve.parallel import SOLO, Ranks
+from nanoserve.parallel import Ranks
 from nanoserve.sampler import SamplerOutput, SamplingInputs, choose_plain, sample
 from nanoserve.self_test import load_backend
 from nanoserve.sequence import Step
@@ -55,8 +52,6 @@ class RankParts:
     sections: dict[str, bool] = field(default_factory=dict)
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     constraints: Constraints = field(default_factory=Constraints)  # rank 0's sampler reads them
-    # What a rank above 0 does with a message that is no step, by the message's first number.
-    calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -66,55 +61,51 @@ class ModelRunner:
     decode steps; on a CPU, tests pass a stand-in.
     """
 
-    unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
     recorder = Recorder  # makes the recordings of decode steps
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
-                 ranks: Ranks = SOLO, parts: RankParts | None = None,
+                 ranks: Ranks | None = None, parts: RankParts | None = None,
                  graph_class: type = CudaGraph):
         self.config, self.model_config, self.folder = config, model_config, folder
-        self.ranks, self.parts, self.graph_class = ranks, parts or RankParts(), graph_class
-        local_rank = ranks.local_rank if ranks.size > 1 else None
+        self.ranks, self.parts = ranks or Ranks(), parts or RankParts()
+        self.graph_class = graph_class
+        local_rank = self.ranks.local_rank if self.ranks.size > 1 else None
         self.device = device.take_device(config.device, local_rank)
         self.dtype = getattr(torch, config.dtype)
         self.ops = load_backend(config.kernels, self.parts.replaced)
         empty = device.zeros if self.device.type == "cpu" else torch.empty
-        self.placement = Placement(self.dtype, self.device, ranks, self.ops, empty,
+        self.placement = Placement(self.dtype, self.device, self.ranks, self.ops, empty,
                                    config.expert_parallel, **self.parts.layers)
-        self.networks: list[nn.Module] = []  # the one that is served, and perhaps one that drafts
-        self.model: nn.Module | None = None  # the first of them
+        self.model: torch.nn.Module | None = None
         self.kv_cache: KVCache = []
         # The buffers of steps, each row's newest sample, and recordings of decodes: see `start`.
         self.builder = self.last_tokens = self.graphs = None
         with self.on_device():
             self.make_networks()
 
-    def on_device(self) -> AbstractContextManager:
+    def on_device(self):
         """Encloses what runs on a GPU. Each thread has a current GPU of its own, which is GPU 0 in
         any thread but the one that made the engine (a server's, for example)."""
         return device.current(self.device)
 
     def make_networks(self) -> None:
-        self.model = self.read(self.model_config, self.folder)
-        self.networks = [self.model]
-        self.note_caches()
-
-    def read(self, model_config: ModelConfig, folder: Path) -> Decoder:
-        """This rank's share of a network, with its weights."""
-        model = Decoder(model_config, self.placement)
-        if self.config.load_format == "dummy":
-            load_dummy_weights(model, self.config.seed)
-        else:
-            load_weights(model, stored_tensors(folder, self.config.load_format), folder)
-        return model
-
-    def note_caches(self) -> None:
-        """What the caches of the networks' layers look like."""
-        self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
-        if self.config.kv_cache_dtype == "int8" and self.unrounded is None:
-            self.unrounded = self.model.too_wide()  # once: a cache keeps its layout
+        if self.config.kv_cache_dtype == "int8" and self.model_config.qkv_bias:
+            raise ValueError("kv_cache_dtype='int8': biases like those of this model may make keys "
+                             "too wide for 8 bits, and nanoserve_extras, which finds out in which "
+                             "layers they do, is not there: leave it out")
+        self.model = Decoder(self.model_config, self.placement)
+        load(self.model, self.folder, self.config.load_format, self.config.seed)
 
     # ---------------------------------------------------------------- memory
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """(KV heads, head_dim) of each layer's cache."""
+        return self.model.kv_shapes
+
+    def cache_dtype(self, layer: int) -> torch.dtype:
+        """layer: index in `kv_shapes`."""
+        return torch.int8 if self.config.kv_cache_dtype == "int8" else self.dtype
 
     @property
     def block_bytes(self) -> int:
@@ -124,27 +115,52 @@ class ModelRunner:
         return sum(k.nbytes + v.nbytes for k, v in caches) // num_blocks
 
     def _new_caches(self, num_blocks: int, where: torch.device) -> KVCache:
-        """The caches of all networks' layers: one block table serves all of them."""
-        kept = range(len(self.kv_shapes)) if self.unrounded is None else self.unrounded
+        """The caches of all layers: one block table serves all of them."""
         return [self.ops.new_cache(num_blocks, self.config.block_size, heads, head_dim,
-                                   self.dtype if i in kept else torch.int8, where)
+                                   self.cache_dtype(i), where)
                 for i, (heads, head_dim) in enumerate(self.kv_shapes)]
 
     def count_kv_blocks(self) -> int:
         """How many KV blocks there is room for on every rank; none is allocated yet. Raises
         `ValueError` with the numbers when there is room for none."""
+        if self.config.num_gpu_blocks_override is not None:
+            return self.config.num_gpu_blocks_override
+        block_bytes = self.block_bytes
         with self.on_device():
-            return device.count_kv_blocks(
-                self.config, self.device, self.block_bytes, self.ranks.local_size,
-                self.ranks.least, self.run_largest_step)
+            budget, reason = self.memory_budget(block_bytes)
+        # A rank whose layers keep states and no KV has room for any number of blocks.
+        num_blocks = self.ranks.least(budget // block_bytes if block_bytes else 2 ** 31 - 1)
+        if num_blocks < 1:
+            raise ValueError(
+                f"no room for one KV block: {block_bytes:,} bytes are needed, {budget:,} are to be "
+                f"had ({reason}): raise kv_cache_memory_bytes or gpu_memory_utilization, lower "
+                "block_size, or end other programs that use the memory")
+        return num_blocks
+
+    def memory_budget(self, block_bytes: int) -> tuple[int, str]:
+        """Bytes for the KV cache on this rank, and how they were computed."""
+        config = self.config
+        if config.kv_cache_memory_bytes is not None:
+            if self.device.type == "cpu":
+                device.check_cpu_has(config.kv_cache_memory_bytes, self.ranks.local_size)
+            return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        if self.device.type == "cuda":
+            budget, reason = device.gpu_budget(config, self.device, self.run_largest_step)
+        else:
+            budget, reason = device.cpu_budget(self.ranks.local_size)
+        # Every sequence at its full length; a small engine keeps room to remember prefixes.
+        num_tokens = max(config.max_num_seqs * config.max_model_len, device.MIN_CACHE_TOKENS)
+        return min(budget, -(-num_tokens // config.block_size) * block_bytes), reason
 
     def run_largest_step(self) -> None:
         """Take, for a moment, all the memory that a step can take in addition to the KV cache."""
         self.allocate_kv_cache(1, self.config.max_model_len)
-        step = device.largest_step(self.config, self.parts.num_drafts)
-        for network in range(len(self.networks)):  # a draft network may be the wider one
-            self.fetch(self.launch(replace(step, network=network)))
+        for step in self.largest_steps():
+            self.fetch(self.launch(step))
         self.kv_cache, self.builder, self.last_tokens = [], None, None
+
+    def largest_steps(self) -> list[Step]:
+        return [device.largest_step(self.config, self.parts.num_drafts)]
 
     def start(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache and the buffers for steps, and record graphs in the memory that is left
@@ -189,10 +205,8 @@ class ModelRunner:
 
     @property
     def window(self) -> int | None:
-        """How many keys a query of any network sees at most, None if a layer has no such limit. A
-        draft network looks back from one token earlier."""
-        windows = [network.config.window for network in self.networks]
-        return None if None in windows else max(windows) + len(windows) - 1
+        """How many keys a query sees at most, None if a layer has no such limit."""
+        return self.model.config.window
 
     # ------------------------------------------------------------------ step
 
@@ -226,7 +240,7 @@ class ModelRunner:
                chosen: torch.Tensor | None) -> SamplerOutput:
         """From hidden states to tokens. chosen: the tokens, if a graph has chosen them."""
         output = sample(hidden, SamplingInputs.of(step, batch, self.parts.constraints), batch,
-                        self.networks[batch.network].compute_logits, self.ops, chosen)
+                        self.network_of(batch).compute_logits, self.ops, chosen)
         if not output.is_kept and (self.config.async_scheduling or batch.network):
             self._keep(batch, output.token_ids)
         if batch.graph and step is not None:
@@ -238,8 +252,14 @@ class ModelRunner:
         ids = batch.input_ids
         if batch.num_unknown:  # the newest sample of row r takes the place of -1 - r
             ids = torch.where(ids < 0, self.last_tokens[(-1 - ids).clamp(min=0)], ids)
-        kv_cache = self.kv_cache[len(self.model.kv_shapes):] if batch.network else self.kv_cache
-        return self.networks[batch.network](ids, batch.positions, kv_cache, batch, wanted)
+        network = self.network_of(batch)
+        return network(ids, batch.positions, self.cache_of(batch), batch, wanted)
+
+    def network_of(self, batch: Batch) -> torch.nn.Module:
+        return self.model
+
+    def cache_of(self, batch: Batch) -> KVCache:
+        return self.kv_cache
 
     def _states(self, batch: Batch) -> torch.Tensor:
         """What graphs record first: the hidden states of all tokens, since each token has a sample.
@@ -248,19 +268,16 @@ class ModelRunner:
 
     def _choose(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """What graphs record second: the choice of tokens, without edits. hidden: of `_states`."""
-        network, token_ids = self.networks[batch.network], None
-        if self.ranks.size > 1 and batch.is_greedy and isinstance(network, Decoder):
-            token_ids = network.likeliest(hidden)
-        else:
-            logits = network.compute_logits(hidden)
-            if logits is not None and batch.network:  # drafts are greedy
-                token_ids = self.ops.argmax(logits)
-            elif logits is not None:
-                token_ids = choose_plain(logits, batch, self.ops)
+        token_ids = self.choose(hidden, batch)
         if token_ids is None:  # on a rank above 0: a placeholder, until `_keep` brings rank 0's
             token_ids = batch.logits_indices.long()
         self._keep(batch, token_ids)
         return token_ids
+
+    def choose(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """A token for each row, on rank 0; None on the others."""
+        logits = self.network_of(batch).compute_logits(hidden)
+        return None if logits is None else choose_plain(logits, batch, self.ops)
 
     def _keep(self, batch: Batch, token_ids: torch.Tensor) -> None:
         """Keep sampled tokens on the device: the next step's input, not yet known to the host. A
@@ -270,8 +287,10 @@ class ModelRunner:
 
     def fetch(self, output: SamplerOutput) -> tuple[list[int], dict[int, list], list[list]]:
         """Wait for a launched step; see `SamplerOutput.tolist`."""
-        with self.on_device(), self.ranks.waiting():
-            return output.tolist()
+        with self.on_device():
+            found = output.tolist()
+        self.ranks.raise_if_broken()  # another rank's death spoils what this one's device gives
+        return found
 
     def synchronize(self) -> None:
         """Wait until the device is idle, before buffers that a lost step may read are reused."""
@@ -287,7 +306,7 @@ class ModelRunner:
     def close(self) -> None:
         """Free all memory of this rank; on rank 0, end the other ranks, too."""
         self.synchronize()
-        self.networks, self.model, self.kv_cache = [], None, []
+        self.model, self.kv_cache = None, []
         self.graphs = self.builder = self.last_tokens = None
         self.give_back()
         self.ranks.close()

@@ -38,7 +38,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
-from select import select
 from typing import NamedTuple
 
 import torch
@@ -52,7 +51,6 @@ CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 START_TIMEOUT = timedelta(minutes=10)  # until all ranks have started, and have loaded torch
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
-GOODBYE_TIMEOUT = timedelta(seconds=5)
 GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
 LOOPBACK = "127.0.0.1"  # ranks on one machine must not be reachable from outside
 
@@ -135,15 +133,15 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
         self.local_rank, self.local_size = rank, size  # among the ranks of this machine
-        self.parent: int | None = None  # the id of rank 0's process, if it has started this one
         self.process = os.getpid()  # a fork has a copy of this object, and must not close the group
+        self.parent: int | None = None  # the id of rank 0's process, if it has started this one
+        self.threads_before: int | None = None  # torch's, to be restored when the engine has ended
+        self.broken: str | None = None  # why the ranks can't go on, see `fail`
+        # Made by `connect`.
         self.store: dist.Store | None = None  # where the ranks find each other
         self.control = None  # gloo's group, between the hosts: the steps' messages
         self.group = None  # the group between the devices: gloo's again, or NCCL's
         self.watch: Watch | None = None
-        self.broken: str | None = None  # why the ranks can't go on, see `fail`
-        self.lock = threading.Lock()  # guards `broken`
-        self.threads_before: int | None = None  # torch's, to be restored when the engine has ended
 
     def share(self, total: int, rank: int | None = None) -> Slice:
         """The share of `rank`, or of this rank. Sizes differ by 1 at most: 2, 3, 2, 3 of 10."""
@@ -190,15 +188,6 @@ class Ranks:
             return None
         sizes = [self.share(total, rank).size for rank in range(self.size)]
         return torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)
-
-    def gather_best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-        """The id of the highest value of each row on rank 0, (rows,), and None on the other ranks.
-        If values are equal, the lowest rank's id wins. values, ids: this rank's best, (rows, 1)."""
-        best = self.gather(torch.cat((values.double(), ids.double()), 1), 2 * self.size)
-        if best is None:
-            return None
-        values, ids = best.view(len(best), -1, 2).unbind(2)  # each (rows, ranks)
-        return ids.gather(1, values.argmax(1, keepdim=True))[:, 0].long()
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Copy rank 0's numbers to all ranks, from device to device."""
@@ -287,8 +276,7 @@ class Ranks:
 
     def fail(self, reason: str) -> None:
         """Note why the ranks can't go on. The first reason is kept: later ones follow from it."""
-        with self.lock:
-            self.broken = self.broken or reason
+        self.broken = self.broken or reason
 
     def raise_if_broken(self) -> None:
         """Raises `RuntimeError` if the ranks can't go on."""
@@ -307,20 +295,14 @@ class Ranks:
             yield
             self.raise_if_broken()  # a collective that was aborted gives numbers, but wrong ones
         except BaseException as error:
-            if isinstance(error, ConnectionError):
+            is_lost = isinstance(error, ConnectionError)
+            if is_lost:
                 self.watch.wait_for_reason()
             self.fail(f"rank {self.rank} failed in what all ranks do together: {error}")
             self.watch.give_up()
-            if isinstance(error, ConnectionError):
+            if is_lost:
                 self.raise_if_broken()
             raise
-
-    @contextmanager
-    def waiting(self):
-        """Encloses waiting for this rank's device, whose results another rank's death may spoil.
-        Ctrl-C is harmless in here."""
-        yield
-        self.raise_if_broken()
 
     def abort(self, reason: str) -> None:
         """End the other ranks at once: they may wait for a message that will not come."""
@@ -333,10 +315,7 @@ class Ranks:
             return
         self.watch.stopped.set()  # from here on a rank that ends is not reported
         if self.rank == 0 and self.broken is None:
-            last_word = torch.full((HEAD,), STOP, dtype=torch.int32)
-            options = _from_rank_0(timeout=GOODBYE_TIMEOUT)  # a rank may hang
-            with suppress(ConnectionError):  # the others have ended, or `watch.close` ends them
-                self._run(self.control.broadcast, [last_word], options)
+            self._say_stop()
         if self.group is not self.control:
             end = self.group.shutdown if self.broken is None else self.group.abort
             end()
@@ -347,8 +326,11 @@ class Ranks:
         # Rank 0 serves the store to the others, until this reference to it is dropped.
         self.control = self.group = self.watch = self.store = None
 
-
-SOLO = Ranks()
+    def _say_stop(self) -> None:
+        last_word = torch.full((HEAD,), STOP, dtype=torch.int32)
+        options = _from_rank_0(timeout=timedelta(seconds=GRACE_SECONDS))  # a rank may hang
+        with suppress(ConnectionError):  # the others have ended, or `watch.close` ends them
+            self._run(self.control.broadcast, [last_word], options)
 
 
 def _from_rank_0(**values) -> dist.BroadcastOptions:
@@ -390,7 +372,7 @@ class Watch(threading.Thread):
 
     def look(self) -> str | None:
         """Which process died, if one did."""
-        if lost_parent(self.ranks.parent):
+        if self.ranks.parent not in (None, os.getppid()):  # an orphan gets another parent
             return "rank 0 died"
         for rank, child in enumerate(self.children, 1):
             if child.poll() is not None:
@@ -430,29 +412,18 @@ class Watch(threading.Thread):
             self.join()
         deadline = time.monotonic() + GRACE_SECONDS * is_told
         for child in self.children:
-            with suppress(OSError):  # the child may have ended before it had read all
-                child.stdin.close()
-            try:
-                with ctrl_c_held():  # Ctrl-C inside `wait` would leave Popen's own lock taken
-                    child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                kill(self.children)
+            with suppress(subprocess.TimeoutExpired), ctrl_c_held():  # as in `kill`
+                child.wait(max(0.0, deadline - time.monotonic()))
+        kill(self.children)
 
 
 def kill(children: list[subprocess.Popen]) -> None:
+    """Ctrl-C inside `wait` would leave Popen's own lock taken."""
     with ctrl_c_held():
         for child in children:
             child.kill()
         for child in children:
             child.wait()
-
-
-def lost_parent(parent: int | None) -> bool:
-    """Whether rank 0, which started this process, has died. Its death closes the pipe to this
-    process's standard input, unless a fork of rank 0 holds the pipe open. Then the death shows in
-    the parent's id."""
-    return parent is not None and (
-        parent != os.getppid() or bool(select([sys.stdin], [], [], 0)[0]))
 
 
 def end_process(rank: int, reason: str) -> None:
@@ -468,30 +439,28 @@ def start_ranks(size: int, device: str, serve: Callable[[Ranks], None],
     """Start the other ranks, or join them under torchrun, and return rank 0.
 
     device: "cpu" or "cuda". serve: what a rank above 0 runs. make_ranks: `Ranks` or a subclass.
-    Both can be pickled. Raises `ValueError` if there are too few GPUs, `RuntimeError` if a rank
-    does not start.
+    Both can be pickled. Raises `RuntimeError` if a rank does not start.
     """
     if size == 1:
         return make_ranks()
     if under_torchrun():  # they exist already
         return _join_torchrun(size, device, serve, make_ranks)
-    check_gpus(device, size, f"tensor_parallel_size={size}")
-    ranks, children = make_ranks(0, size), []
-    all_threads = torch.get_num_threads()
-    threads = max(1, all_threads // size)
+    first, *others = [make_ranks(rank, size) for rank in range(size)]
+    first.threads_before = torch.get_num_threads()
+    threads = max(1, first.threads_before // size)
     store, port = make_store()
+    children: list[subprocess.Popen] = []
     try:
-        for rank in range(1, size):
-            children.append(_spawn((rank, size, port, device, threads, make_ranks, serve)))
-        ranks.connect(store, device, children, LOOPBACK)
+        for ranks in others:
+            children.append(_spawn((ranks, port, device, threads, serve)))
+        first.connect(store, device, children, LOOPBACK)
     except BaseException:
         kill(children)
-        ranks.abort("the ranks could not start")
+        first.abort("the ranks could not start")
         raise
     # Rank 0, too, takes its share of the threads: one without a core delays all the others.
     torch.set_num_threads(threads)
-    ranks.threads_before = all_threads
-    return ranks
+    return first
 
 
 def make_store() -> tuple[dist.TCPStore, int]:
@@ -506,27 +475,21 @@ def make_store() -> tuple[dist.TCPStore, int]:
 
 def _spawn(boot: tuple) -> subprocess.Popen:
     """A fresh interpreter with the same import path (-P: without the current folder in front). It
-    reads `boot` from its standard input, which then stays open for as long as rank 0 lives. What it
-    prints goes to standard error."""
+    reads `boot` from its standard input. What it prints goes to standard error."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     child = subprocess.Popen([sys.executable, "-P", "-c", CHILD], stdin=subprocess.PIPE, stdout=2,
                              env=os.environ | {"PYTHONPATH": path})
-    with suppress(OSError):  # the child has ended already, which `Watch` will find out
+    with suppress(OSError), child.stdin:  # it may have ended already, which `Watch` will find out
         pickle.dump(boot, child.stdin)
-        child.stdin.flush()
     return child
 
 
 def run_child() -> None:
     """What a started rank runs, from its first line to its end."""
-    parent = os.getppid()
-    rank, size, port, device, threads, make_ranks, serve = pickle.load(sys.stdin.buffer)
+    ranks, port, device, threads, serve = pickle.load(sys.stdin.buffer)
+    ranks.parent, ranks.process = ranks.process, os.getpid()  # rank 0 has made it
     torch.set_num_threads(threads)
     try:
-        if lost_parent(parent):
-            end_process(rank, "rank 0 died")  # there would be no answer
-        ranks = make_ranks(rank, size)
-        ranks.parent = parent
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=START_TIMEOUT)
         ranks.connect(store, device, [], LOOPBACK)
         serve(ranks)
@@ -536,7 +499,7 @@ def run_child() -> None:
     except Exception as error:
         # In one line, because rank 0 mostly prints the same. The process ends at once, which closes
         # its connections and so tells the others.
-        end_process(rank, f"{type(error).__name__}: {error}")
+        end_process(ranks.rank, f"{type(error).__name__}: {error}")
 
 
 def serve_rank(ranks: Ranks, make_runner: Callable) -> None:
@@ -544,23 +507,19 @@ def serve_rank(ranks: Ranks, make_runner: Callable) -> None:
     runner = make_runner(ranks=ranks)
     runner.count_kv_blocks()  # all ranks together
     runner.start(*ranks.agree(0, 0))
-    while serve_one(runner):
-        pass
+    serve_steps(runner)
 
 
 @torch.inference_mode()
-def serve_one(runner) -> bool:
-    """Take part in one launch of rank 0. False: there will be no more."""
-    message = runner.builder.take_buffer()
-    with runner.ranks.together():
-        runner.ranks.broadcast_message(message)
-        if message[0] == STOP:
-            return False
-        if message[0] < 0:  # for an extra: an adapter's weights, say
-            runner.parts.calls[int(message[0])](runner, message)
-        else:
+def serve_steps(runner) -> None:
+    """Take part in each launch of rank 0, until there will be no more."""
+    while True:
+        message = runner.builder.take_buffer()
+        with runner.ranks.together():
+            runner.ranks.broadcast_message(message)
+            if message[0] == STOP:
+                return
             runner.run(message)
-    return True
 
 
 # ---------------------------------------------------------------------- torchrun
@@ -571,19 +530,18 @@ def under_torchrun() -> bool:
 
 
 def take_gpu(size: int, device: str) -> None:
-    """Under torchrun a rank's own GPU becomes the current one, before anything runs: otherwise all
-    ranks would try their kernels on the first GPU, and keep memory there."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if size > 1 and device == "cuda" and under_torchrun() and (
-            local_rank < torch.cuda.device_count()):  # too few: see check_gpus
-        torch.cuda.set_device(local_rank)
-
-
-def check_gpus(device: str, count: int, what: str) -> None:
-    """Raises `ValueError` if there are fewer GPUs than `count`. what: what needs them."""
-    if device == "cuda" and (found := torch.cuda.device_count()) < count:
-        raise ValueError(f"{what} needs {count} GPUs, torch sees {found}: start fewer ranks, or "
-                         "set CUDA_VISIBLE_DEVICES to all of them")
+    """Raises `ValueError` if `size` ranks have too few GPUs. Under torchrun a rank's own GPU
+    becomes the current one, before anything runs: otherwise all ranks would try their kernels on
+    the first GPU, and keep memory there."""
+    if size == 1 or device != "cuda":
+        return
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if under_torchrun() else size
+    if (found := torch.cuda.device_count()) < count:
+        raise ValueError(f"{size} ranks need {count} GPUs on this machine, torch sees {found}: "
+                         "start fewer ranks (tensor_parallel_size, pipeline_parallel_size), or set "
+                         "CUDA_VISIBLE_DEVICES to all of them")
+    if under_torchrun():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def _join_torchrun(size: int, device: str, serve: Callable[[Ranks], None],
@@ -602,7 +560,6 @@ def _join_torchrun(size: int, device: str, serve: Callable[[Ranks], None],
     ranks = make_ranks(rank, size)
     ranks.local_rank = int(os.environ.get("LOCAL_RANK", rank))
     ranks.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    check_gpus(device, ranks.local_size, f"torchrun with {ranks.local_size} ranks on this machine")
     ranks.connect(store, device, [])
     if rank > 0:
         with closing(ranks):

@@ -10,6 +10,7 @@ from dummy_engines import assert_serves, start
 from helpers import write_json
 
 from nanoserve import LLM, self_test
+from nanoserve.llm import LLM as PlainLLM
 
 
 def test_an_explicit_max_model_len_above_the_models_is_refused(dummy):
@@ -57,6 +58,12 @@ def test_kernels_that_cannot_be_had_are_replaced_and_said(dummy, capsys, monkeyp
     llm = start(dummy, device="cpu", kernels="auto")
     assert llm.config.kernels == "torch"
     assert "there is no compiler. kernels='torch' takes its place" in capsys.readouterr().err
+
+
+def test_eight_bits_for_keys_with_biases_need_the_extras(checkpoints):
+    """Which tell layers apart in which they are too wide."""
+    with pytest.raises(ValueError, match="kv_cache_dtype='int8'.*biases.*nanoserve_extras"):
+        PlainLLM(checkpoints["qwen2"], kv_cache_dtype="int8", num_gpu_blocks_override=4)
 
 
 def test_an_open_max_model_len_is_lowered_and_said(dummy, capsys):

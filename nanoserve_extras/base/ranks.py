@@ -108,16 +108,26 @@ class WatchedRanks(Ranks):
 
     @contextmanager
     def waiting(self):
+        """Encloses waiting for this rank's device. Ctrl-C is harmless in here."""
         self.busy = self.size > 1
         try:
-            with super().waiting():
-                yield
+            yield
         finally:
             self.busy = False
 
     def close(self) -> None:
         super().close()
         self.parts.clear()  # their groups hold the store as well
+
+
+def gather_best(ranks: Ranks, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+    """The id of the highest value of each row on rank 0, (rows,), and None on the other ranks.
+    If values are equal, the lowest rank's id wins. values, ids: this rank's best, (rows, 1)."""
+    best = ranks.gather(torch.cat((values.double(), ids.double()), 1), 2 * ranks.size)
+    if best is None:
+        return None
+    values, ids = best.view(len(best), -1, 2).unbind(2)  # each (rows, ranks)
+    return ids.gather(1, values.argmax(1, keepdim=True))[:, 0].long()
 
 
 def try_collectives(ranks: Ranks, device: torch.device) -> None:

@@ -10,7 +10,7 @@ An extra's `prepare` puts what it needs into `Parts`, which reach each rank with
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +19,13 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.loader import Tensors, load_dummy_weights, load_weights
-from nanoserve.model import Decoder
+from nanoserve.model import Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.sampler import SamplerOutput, SamplingInputs, sample
-from nanoserve.sequence import Step
+from nanoserve.sequence import NO_TOKEN, Step
 from nanoserve_extras.base.graphs import ExtrasRecorder
+from nanoserve_extras.base.ranks import gather_best
 from nanoserve_extras.base.weight_files import find_weights
 
 
@@ -33,6 +34,8 @@ class Parts(RankParts):
     """What extras give the runner of each rank."""
 
     traced: bool = False  # ranks tell when they computed
+    # What a rank above 0 does with a message that is no step, by the message's first number.
+    calls: dict[int, Callable[["Runner", torch.Tensor], None]] = field(default_factory=dict)
     weights: Callable[..., Tensors] = find_weights  # those that fill a `Decoder`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
     make_network: Callable[..., nn.Module] | None = None  # (placement, tensors): not a `Decoder`
@@ -51,12 +54,15 @@ class Runner(ModelRunner):
     parts: Parts
     adapters: object = None  # these two: see `Parts`
     copier: object = None
+    kv_shapes: list[tuple[int, int]] = []  # they stay, also while there are no weights
+    unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
 
     @property
     def pooler(self) -> object:
         return self.parts.pooler
 
     def make_networks(self) -> None:
+        self.networks: list[nn.Module] = []  # the one that is served, and perhaps one that drafts
         self.on_load: list[Callable[[nn.Module], None]] = []  # extras are told of each new network
         if self.parts.make_draft is not None:
             self.networks.append(self.parts.make_draft(self))
@@ -108,6 +114,37 @@ class Runner(ModelRunner):
                          folder)
         return model
 
+    def largest_steps(self) -> list[Step]:
+        """One for each network: the one that drafts may be the wider one."""
+        steps = [step for _ in self.networks for step in super().largest_steps()]
+        for network, step in enumerate(steps):
+            step.network = network
+        return steps
+
+    def network_of(self, batch: Batch) -> nn.Module:
+        return self.networks[batch.network]
+
+    def cache_of(self, batch: Batch) -> KVCache:
+        return self.kv_cache[len(self.model.kv_shapes):] if batch.network else self.kv_cache
+
+    def note_caches(self) -> None:
+        """What the caches look like, those of a network that drafts behind the served one's."""
+        self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
+        if self.config.kv_cache_dtype == "int8" and self.unrounded is None:
+            # Once: a cache keeps its layout.
+            own = getattr(self.model, "too_wide", None)
+            self.unrounded = too_wide(self.model) if own is None else own()
+
+    def cache_dtype(self, layer: int) -> torch.dtype:
+        is_wide = self.unrounded is not None and layer in self.unrounded
+        return self.dtype if is_wide else super().cache_dtype(layer)
+
+    @property
+    def window(self) -> int | None:
+        """A draft network looks back from one token earlier."""
+        windows = [network.config.window for network in self.networks]
+        return None if None in windows else max(windows) + len(windows) - 1
+
     def start(self, num_blocks: int, max_model_len: int) -> None:
         super().start(num_blocks, max_model_len)
         if self.parts.make_copier is not None:
@@ -132,6 +169,12 @@ class Runner(ModelRunner):
         is_whole = self.parts.decoder is Decoder and self.parts.finish_later is None
         return super().wants_graphs and is_whole
 
+    def run(self, message: torch.Tensor, step: Step | None = None) -> SamplerOutput | None:
+        """Also what is no step: an adapter's weights, say."""
+        if step is None and message[0] < 0:
+            return self.parts.calls[int(message[0])](self, message)
+        return super().run(message, step)
+
     def compute(self, batch: Batch, step: Step | None) -> SamplerOutput:
         if self.copier is not None:  # before the step reads or writes a block
             self.copier.move(batch.host, self.kv_cache)
@@ -150,11 +193,61 @@ class Runner(ModelRunner):
             sample, inputs=SamplingInputs.of(step, batch, self.parts.constraints), batch=batch,
             compute_logits=network.compute_logits, ops=self.ops, chosen=chosen))
 
+    def choose(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """Of greedy rows each rank sends its best token alone. Drafts are greedy."""
+        network = self.networks[batch.network]
+        if self.ranks.size > 1 and batch.is_greedy and isinstance(network, Decoder):
+            return likeliest(network, hidden)
+        if not batch.network:
+            return super().choose(hidden, batch)
+        logits = network.compute_logits(hidden)
+        return None if logits is None else self.ops.argmax(logits)
+
     def forward(self, batch: Batch, wanted: torch.Tensor | None) -> torch.Tensor:
         if self.adapters is not None:
             self.adapters.choose(batch, wanted)
         return super().forward(batch, wanted)
 
+    def fetch(self, output: SamplerOutput) -> tuple[list[int], dict[int, list], list[list]]:
+        with self.ranks.waiting():
+            return super().fetch(output)
+
     def close(self) -> None:
-        self.on_load, self.adapters, self.copier = [], None, None
+        self.on_load, self.networks, self.adapters, self.copier = [], [], None, None
         super().close()
+
+
+def likeliest(model: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
+    """The argmax of `compute_logits`, (num_rows,), on rank 0; None on the others."""
+    logits = model.own_logits(hidden)
+    ids = model.on.ops.argmax(logits)[:, None]
+    # A row in which one rank finds no token gets none: that rank's value, infinity, is highest.
+    is_none = ids == NO_TOKEN
+    best = logits.gather(1, ids.clamp(min=0)).masked_fill(is_none, torch.inf)
+    ids = (model.embed_tokens.tokens.start + ids).masked_fill(is_none, NO_TOKEN)
+    return gather_best(model.ranks, best, ids)
+
+
+# -------------------------------------------------- keys that 8 bits can't hold
+
+
+def too_wide(model: Decoder) -> list[int]:
+    """Indices in `kv_shapes` of keys or values that don't `fit_8_bits`, tried with random x."""
+    x = torch.randn(16, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    x, found = x.to(model.on.device, model.on.dtype), []
+    for i, (heads, size) in enumerate(model.kv_shapes):
+        layer = model.layers[model.here[i]]
+        qkv = layer.self_attn.qkv_proj(layer.input_layernorm(x)).view(len(x), -1, size)
+        if not model.ranks.least(fit_8_bits(qkv[:, -2 * heads:])):
+            found.append(i)
+    return found
+
+
+def fit_8_bits(x: torch.Tensor) -> bool:
+    """Whether one scale a head suits keys or values, (num_tokens, heads, head_dim). Qwen 2.5's keys
+    have biases of hundreds in a few channels: what differs between tokens would be rounded away."""
+    wide = x.float().transpose(0, 1)  # (heads, num_tokens, head_dim)
+    differences = wide.diff(dim=1).abs()  # between a token and the next
+    typical = differences.median(2).values.median(1).values  # (heads,); 0.95 for normal numbers
+    largest = wide.abs().amax((1, 2))  # it becomes 127 of int8: a difference should be 8 at least
+    return bool((largest <= 16 * typical).all())

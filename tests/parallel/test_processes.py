@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -127,7 +126,6 @@ def test_ranks_share_the_threads_and_one_that_hangs_does_not_hold_up_the_end(sta
     """Rank 0 kept all of them: more threads than cores, which wait for each other, made steps five
     times slower. What the user had is restored at the end. Then a child is asked to end, and waited
     for: half a second each here."""
-    monkeypatch.setattr(parallel, "GOODBYE_TIMEOUT", timedelta(seconds=0.5))
     monkeypatch.setattr(parallel, "GRACE_SECONDS", 0.5)
     in_children(monkeypatch, "import torch; torch.set_num_threads = lambda n: print('child', n)")
     before = torch.get_num_threads()

@@ -35,16 +35,21 @@ def test_torchrun_on_one_machine(qwen3, tmp_path, expected):
     assert "died" not in script.err
 
 
-@pytest.mark.parametrize("rank, size, taken", [(1, 2, [1]), (3, 4, []), (1, 1, [])])
-def test_a_rank_takes_its_own_gpu_before_it_tries_kernels(monkeypatch, rank, size, taken):
+def test_a_rank_takes_its_own_gpu_before_it_tries_kernels(monkeypatch):
     """Not where there are too few, and not for an engine that this rank has for itself."""
     made: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", made.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    take_gpu(size, "cuda")
-    assert not made  # not under torchrun
-    for name, value in (("RANK", rank), ("WORLD_SIZE", 4), ("LOCAL_RANK", rank)):
+    take_gpu(2, "cuda")
+    with pytest.raises(ValueError, match="3 ranks need 3 GPUs.*sees 2.*tensor_parallel_size"):
+        take_gpu(3, "cuda")
+    for name, value in (("RANK", 3), ("WORLD_SIZE", 4), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
-    take_gpu(size, "cpu")
-    take_gpu(size, "cuda")
-    assert made == taken
+    take_gpu(4, "cpu")
+    take_gpu(1, "cuda")
+    assert not made
+    take_gpu(4, "cuda")
+    assert made == [1]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="4 ranks need 4 GPUs"):
+        take_gpu(4, "cuda")

@@ -90,23 +90,6 @@ def test_the_other_collectives():
     assert work(Ranks()) == ([1.0], 7, 5, 0)  # alone: nobody is asked
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_best_of_all_ranks_is_the_argmax(dtype):
-    """Rank by rank only the best of its columns is sent. Whole numbers from -2 to 2 tie often, and
-    the lowest id wins; infinities and NaN count as in torch's argmax."""
-    whole = torch.randint(-2, 3, (60, 11), generator=torch.Generator().manual_seed(0)).to(dtype)
-    whole[40:50:2, 3], whole[41:50, 9], whole[50:55], whole[55:, ::5] = (
-        torch.nan, torch.inf, -torch.inf, torch.nan)
-
-    def best(ranks: Ranks):
-        share = ranks.share(11)
-        values, ids = whole[:, share.start:share.stop].max(1, keepdim=True)
-        return ranks.gather_best(values, ids + share.start)
-
-    first, *others = in_threads(thread_ranks(3), best)
-    assert torch.equal(first, whole.argmax(1)) and others == [None, None]
-
-
 def test_an_error_among_all_is_the_last_thing_they_do():
     ranks = Ranks(0, 2)
     killed = []

@@ -8,7 +8,13 @@ import pytest
 import torch
 from rank_threads import in_threads, thread_ranks
 
-from nanoserve_extras.base.ranks import WatchedRanks, hand_out, try_collectives, wait_for
+from nanoserve_extras.base.ranks import (
+    WatchedRanks,
+    gather_best,
+    hand_out,
+    try_collectives,
+    wait_for,
+)
 
 
 @pytest.mark.parametrize("broken, says", [
@@ -76,3 +82,20 @@ def test_what_all_do_together_is_done_when_it_has_ended():
         ranks.number += 1
         raise ZeroDivisionError
     assert not ranks.busy and ranks.done == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_best_of_all_ranks_is_the_argmax(dtype):
+    """Rank by rank only the best of its columns is sent. Whole numbers from -2 to 2 tie often, and
+    the lowest id wins; infinities and NaN count as in torch's argmax."""
+    whole = torch.randint(-2, 3, (60, 11), generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole[40:50:2, 3], whole[41:50, 9], whole[50:55], whole[55:, ::5] = (
+        torch.nan, torch.inf, -torch.inf, torch.nan)
+
+    def best(ranks: WatchedRanks):
+        share = ranks.share(11)
+        values, ids = whole[:, share.start:share.stop].max(1, keepdim=True)
+        return gather_best(ranks, values, ids + share.start)
+
+    first, *others = in_threads(thread_ranks(3, WatchedRanks), best)
+    assert torch.equal(first, whole.argmax(1)) and others == [None, None]

@@ -13,7 +13,7 @@ from test_block_store_engine import LONG, SMALL, ask, num_loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM
-from nanoserve.parallel import SOLO
+from nanoserve.parallel import Ranks
 from nanoserve_extras.block_store.block_host import HostMemory, rows_of, share_memory
 
 
@@ -134,4 +134,4 @@ def test_memory_that_the_system_refuses_is_refused_in_words(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", fail)
     with pytest.raises(ValueError, match="1,000 bytes.*kv_offload_bytes"):
-        share_memory(SOLO, 1000)
+        share_memory(Ranks(), 1000)
