@@ -10,8 +10,8 @@ fluent text from wrong numbers. So the first start compares, at the model's shap
     numbers ──┬──► functions of the backend ───┐
               └──► their namesakes in `ops` ───┴──► relative error below TOLERANCE, or replaced
 
-The table is `CHECKS`. Functions that share a layout in memory are checked together, and replaced
-together by those of `ops`, before anything is packed or allocated. A CUDA graph is replayed twice
+The table is `CHECKS`. Functions that share a layout in memory are replaced together by those of
+`ops`, before anything is packed or allocated. A CUDA graph is replayed twice
 with other contents; if a replay gives wrong numbers, the engine runs without graphs. The outcome is
 kept in the cache folder, by device, library, versions, dtype and shapes: later starts read a file.
 
@@ -179,20 +179,24 @@ def failing_functions(config: EngineConfig,
     interpreted = config.kernels == "triton" and not config.on_gpu
     if config.kernels == "torch" or interpreted:
         return (), []
-    shapes, names, lines = Shapes.of(config, model), set(), []
-    if found := wrong_functions(load_backend(config.kernels), shapes):
-        names = {name for together in found for name in together.split(", ")}
-        lines.append(f"kernels={config.kernels!r} on this machine: {'; '.join(found.values())}. "
-                     f"{', '.join(found)} are those of kernels='torch' here, which is slower. "
-                     "Please report this, with what nanoserve doctor prints")
+    shapes = Shapes.of(config, model)
+    found = wrong_functions(load_backend(config.kernels), shapes)
     if not sees_as_backends(shapes.windows, config.max_model_len or model.max_position_embeddings):
-        names.update(ATTENTION)
-        lines.append(f"attention with kernels={config.kernels!r} does not see what `visible` in "
-                     "nanoserve/sequence.py says: that of kernels='torch' takes its place, which "
-                     "is slower (CONTRIBUTING.md: what a query sees)")
+        found = found | {"paged_attention": "attention does not see what `visible` in nanoserve/"
+                         "sequence.py says, which was changed (see CONTRIBUTING.md)"}
+    if not found:
+        return (), []
+    names = {name for together in found for name in together.split(", ")}
+    for together in CHECKS:  # all that reads what `prepack` makes, for example
+        if not names.isdisjoint(together):
+            names.update(together)
     if names & WAITS:
         names.add("graph")
-    return tuple(sorted(names)), lines
+    replaced = tuple(sorted(names))
+    return replaced, [
+        f"kernels={config.kernels!r} on this machine: {'; '.join(found.values())}. "
+        f"{', '.join(replaced)} are those of kernels='torch' here, which is slower. Please report "
+        "what you have not changed yourself, with what nanoserve doctor prints"]
 
 
 def wrong_functions(backend: Backend, shapes: Shapes) -> dict[str, str]:
@@ -320,17 +324,19 @@ def products(backend: Backend, shapes: Shapes) -> Results:
         yield f"linear of a batch of {rows}", backend.linear(x, packed, bias)
         yield f"linear of a batch of {rows}", backend.linear(x, packed, None, torch.float32)
         yield f"embed of a batch of {rows}", backend.embed(ids, packed)
-        if shapes.num_experts:
-            yield f"experts of a batch of {rows}", mixture(backend, shapes, x)
 
 
-def mixture(backend: Backend, shapes: Shapes, x: torch.Tensor) -> torch.Tensor:
+def mixtures(backend: Backend, shapes: Shapes) -> Results:
     count, size = shapes.num_experts, shapes.hidden_size
-    gate_up = shapes.numbers(count, 2 * 72, size) * size ** -0.5
-    down = shapes.numbers(count, size, 72) / 8
-    weights, ids = shapes.numbers(len(x), count).float().softmax(-1).topk(min(count, 2))
-    return backend.experts(x, weights, ids, backend.prepack(gate_up), backend.prepack(down), 0,
-                           shapes.activation)
+    if not count:
+        return
+    gate_up = backend.prepack(shapes.numbers(count, 2 * 72, size) * size ** -0.5)
+    down = backend.prepack(shapes.numbers(count, size, 72) / 8)
+    for rows in ROWS:
+        x = shapes.numbers(rows, size)
+        weights, ids = shapes.numbers(rows, count).float().softmax(-1).topk(min(count, 2))
+        out = backend.experts(x, weights, ids, gate_up, down, 0, shapes.activation)
+        yield f"experts of a batch of {rows}", out
 
 
 def attention(backend: Backend, shapes: Shapes) -> Results:
@@ -371,14 +377,13 @@ def shares(backend: Backend, shapes: Shapes, rows: int) -> torch.Tensor:
     return share if (share - exact).abs().max() > 0.1 else exact
 
 
-ATTENTION = ("new_cache", "norm_rope_store", "paged_attention")
-CHOICES = ("argmax", "thresholds", "sample_tokens")
 CHECKS: dict[tuple[str, ...], Callable[[Backend, Shapes], Results]] = {
     ("rms_norm", "add_rms_norm"): norms,
     ("act_and_mul",): activations,
-    ("prepack", "linear", "embed", "experts"): products,
-    ATTENTION: attention,
-    CHOICES: choices}
+    ("prepack", "linear", "embed"): products,
+    ("prepack", "experts"): mixtures,
+    ("new_cache", "norm_rope_store", "paged_attention"): attention,
+    ("argmax", "thresholds", "sample_tokens"): choices}
 
 
 class Crowd:
