@@ -283,13 +283,6 @@ def keep_freed_memory() -> bool:
         return False
 
 
-def return_freed_memory() -> None:
-    """Return freed memory to the system once, after a model's weights were freed: no step needs as
-    much."""
-    with suppress(AttributeError, OSError, TypeError):  # see `keep_freed_memory`
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 @contextmanager
 def collector_off() -> Iterator[None]:
     """Without Python's garbage collector, for an engine's start. There nothing becomes garbage, but

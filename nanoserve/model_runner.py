@@ -297,16 +297,9 @@ class ModelRunner:
         if self.device.type == "cuda" and self.ranks.broken is None:
             torch.cuda.synchronize(self.device)
 
-    def give_back(self) -> None:
-        """Return freed memory to the system. By itself it goes back to torch alone."""
-        device.return_freed_memory()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def close(self) -> None:
         """Free all memory of this rank; on rank 0, end the other ranks, too."""
         self.synchronize()
         self.model, self.kv_cache = None, []
         self.graphs = self.builder = self.last_tokens = None
-        self.give_back()
         self.ranks.close()

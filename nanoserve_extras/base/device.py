@@ -5,8 +5,10 @@ build of torch without CUDA, an old driver, a GPU for which this build has no co
 the CPU takes the GPU's place, and is the error where the GPU was asked for.
 """
 
+import ctypes
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 
@@ -77,3 +79,10 @@ def _why_unseen() -> str:
                 f"it ({shorten(str(error), 200)}; update the driver, or install a build of torch "
                 "for an older CUDA)")
     return f"{where}CUDA finds none (nvidia-smi and CUDA_VISIBLE_DEVICES may tell why)"
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system once, after a model's weights were freed: no step needs as
+    much."""
+    with suppress(AttributeError, OSError, TypeError):  # as in `keep_freed_memory`
+        ctypes.CDLL(None).malloc_trim(0)

@@ -24,6 +24,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.sampler import SamplerOutput, SamplingInputs, sample
 from nanoserve.sequence import NO_TOKEN, Step
+from nanoserve_extras.base.device import return_freed_memory
 from nanoserve_extras.base.graphs import ExtrasRecorder
 from nanoserve_extras.base.ranks import gather_best
 from nanoserve_extras.base.weight_files import find_weights
@@ -116,9 +117,11 @@ class Runner(ModelRunner):
 
     def largest_steps(self) -> list[Step]:
         """One for each network: the one that drafts may be the wider one."""
-        steps = [step for _ in self.networks for step in super().largest_steps()]
-        for network, step in enumerate(steps):
+        steps: list[Step] = []
+        for network in range(len(self.networks)):
+            [step] = super().largest_steps()
             step.network = network
+            steps.append(step)
         return steps
 
     def network_of(self, batch: Batch) -> nn.Module:
@@ -212,9 +215,16 @@ class Runner(ModelRunner):
         with self.ranks.waiting():
             return super().fetch(output)
 
+    def give_back(self) -> None:
+        """Return freed memory to the system. By itself it goes back to torch alone."""
+        return_freed_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         self.on_load, self.networks, self.adapters, self.copier = [], [], None, None
         super().close()
+        self.give_back()
 
 
 def likeliest(model: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -30,11 +30,12 @@ from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve import ops
-from nanoserve.device import full_float32, return_freed_memory
+from nanoserve.device import full_float32
 from nanoserve.layers import Linear, Placement
 from nanoserve.loader import translated
 from nanoserve.parallel import Slice
 from nanoserve.progress import say
+from nanoserve_extras.base.device import return_freed_memory
 from nanoserve_extras.foreign.foreign_weights import EXPERTS, towers_of
 from nanoserve_extras.foreign.latent import keep_latents
 from nanoserve_extras.quantization.quantized_experts import Grouped

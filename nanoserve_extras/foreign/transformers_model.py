@@ -34,13 +34,14 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
-from nanoserve.device import full_float32, return_freed_memory
+from nanoserve.device import full_float32
 from nanoserve.layers import Placement
 from nanoserve.loader import Tensors
 from nanoserve.model import KVCache, Pair
 from nanoserve.model_config import Rope, read_dtype
 from nanoserve.sequence import visible
 from nanoserve_extras.base.config_files import ENDINGS, ModelConfig
+from nanoserve_extras.base.device import return_freed_memory
 from nanoserve_extras.base.runner import fit_8_bits
 from nanoserve_extras.foreign.foreign_graphs import ForeignRecorder
 from nanoserve_extras.foreign.foreign_layers import say_what_stays, take_over

@@ -36,9 +36,10 @@ import torch.nn.functional as F
 
 from nanoserve import ops
 from nanoserve.build import functions_of, load
-from nanoserve.device import lasting_zeros, return_freed_memory
+from nanoserve.device import lasting_zeros
 from nanoserve.layers import Embedding, Linear, Placement, Slice, Tensors
 from nanoserve.parallel import copy_share
+from nanoserve_extras.base.device import return_freed_memory
 
 LARGEST = 127  # -128 is not used: a matrix and its negative are rounded alike
 LARGEST_4 = 15

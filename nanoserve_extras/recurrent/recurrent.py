@@ -37,13 +37,7 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
-from nanoserve.device import (
-    MIN_CACHE_TOKENS,
-    cpu_budget,
-    full_float32,
-    memory_for,
-    return_freed_memory,
-)
+from nanoserve.device import MIN_CACHE_TOKENS, cpu_budget, full_float32, memory_for
 from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.layers import Linear
@@ -52,6 +46,7 @@ from nanoserve.parallel import HEAD
 from nanoserve.progress import say
 from nanoserve.sampler import put
 from nanoserve.sequence import Step
+from nanoserve_extras.base.device import return_freed_memory
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.runner import Runner

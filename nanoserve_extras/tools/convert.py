@@ -35,8 +35,9 @@ import transformers
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from nanoserve.device import free_cpu_memory, return_freed_memory
+from nanoserve.device import free_cpu_memory
 from nanoserve_extras import choose
+from nanoserve_extras.base.device import return_freed_memory
 from nanoserve_extras.engine_args import EngineArgs
 from nanoserve_extras.tools.gguf_entries import (
     check_names,
