@@ -141,17 +141,7 @@ def load_weights(model: nn.Module, tensors: Tensors, source: Path) -> None:
     """
     missing = expected_tensors(model)
     num_left = Counter(map(layer_of, missing))
-    tied = None  # the matrix that is embedding and head
-    for file, name, tensor in tensors:
-        known = translated(name)
-        is_rope_table = known.endswith(ROPE_TABLE) and tensor.dim() == 1
-        if is_rope_table or known.startswith(model.unused):
-            continue
-        if known in TIED and model.config.tie_word_embeddings:
-            if tied is not None:
-                check_tied(file, tied, tensor)
-                continue
-            known, tied = TIED[0], tensor
+    for file, name, known, tensor in needed(model, tensors):
         if known not in missing:
             raise ValueError(f"{file}: the tensor {name} has no place in "
                              f"{model.config.architecture} with this config.json, or comes twice")
@@ -166,6 +156,23 @@ def load_weights(model: nn.Module, tensors: Tensors, source: Path) -> None:
             finish(model.get_submodule(layer).modules())
     check_all_filled(missing, source)
     finish(module for path, module in model.named_modules() if not layer_of(path))
+
+
+def needed(model: nn.Module,
+           tensors: Tensors) -> Iterator[tuple[Path, str, str, torch.Tensor]]:
+    """The tensors that belong in a layer, each with its name in the file and the layer's."""
+    tied = None  # the matrix that is embedding and head
+    for file, name, tensor in tensors:
+        known = translated(name)
+        is_rope_table = known.endswith(ROPE_TABLE) and tensor.dim() == 1
+        if is_rope_table or known.startswith(model.unused):
+            continue
+        if known in TIED and model.config.tie_word_embeddings:
+            if tied is not None:
+                check_tied(file, tied, tensor)
+                continue
+            known, tied = TIED[0], tensor
+        yield file, name, known, tensor
 
 
 def check_tied(file: Path, one: torch.Tensor, other: torch.Tensor) -> None:
