@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from course.scratch import ROOT, Task, make, tasks
-from nanoserve.__main__ import command
+from nanoserve_extras.base.command import command
 
 STORY = """
 from nanoserve import LLM, SamplingParams

@@ -9,8 +9,8 @@ import sys
 from transformers import AutoTokenizer
 
 from course import chained_keys, drafting, recording, two_ranks
-from nanoserve.__main__ import command
 from nanoserve.llm import BUNDLED_MODEL
+from nanoserve_extras.base.command import command
 
 PARTS = {"ranks": two_ranks.main, "recording": recording.main, "drafts": drafting.main,
          "keys": chained_keys.main}

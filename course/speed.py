@@ -19,8 +19,8 @@ from benchmarks import roofline
 from benchmarks.meter import serve
 from benchmarks.workloads import Shape, generate
 from nanoserve import LLM
-from nanoserve.__main__ import command
 from nanoserve.llm import BUNDLED_MODEL
+from nanoserve_extras.base.command import command
 
 PLAIN, INT8, NO_CACHE = {}, dict(quantization="int8"), dict(enable_prefix_caching=False)
 DRAFTS = dict(speculative_config={"method": "suffix", "num_speculative_tokens": 8})

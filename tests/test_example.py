@@ -13,6 +13,7 @@ from clean_process import PACKAGE, needs_extras
 EXAMPLE = PACKAGE.parent / "example.py"
 
 
+@needs_extras
 def test_ctrl_c_ends_it_in_silence():
     """While it generates: no traceback, and the exit status that a shell expects."""
     example = subprocess.Popen(
@@ -29,6 +30,7 @@ def test_ctrl_c_ends_it_in_silence():
     assert [line for line in rest.splitlines() if line and bar not in line] == []
 
 
+@needs_extras
 def test_ctrl_c_while_torch_is_loaded_ends_it_in_silence():
     """Loading takes seconds, so that is where it is often pressed. Libraries may catch it."""
     example = subprocess.Popen([sys.executable, "-X", "importtime", EXAMPLE], text=True,
