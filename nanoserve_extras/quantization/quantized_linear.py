@@ -293,30 +293,32 @@ class CpuWeight(NamedTuple):
         """As `TorchWeight.of`."""
         (outputs, inputs), memory = whole.shape, None
         for rows, one in in_portions(whole, size):
-            lines, heads = cls.lines(one), one.heads()
+            head, numbers = cls.panels_of(one)
+            behind = head.shape[2] * head.itemsize  # bytes of a group's head, for an output
             if memory is None:
-                memory = lasting_zeros(-(-outputs // PANEL), lines.shape[1], dtype=torch.int8)
+                length = head.shape[1] * (behind + numbers.shape[2] * numbers.itemsize) * PANEL
+                memory = lasting_zeros(-(-outputs // PANEL), length, dtype=torch.int8)
                 size = 0 if one.by_row else one.size
-            memory[rows.start // PANEL:][:len(lines)] = lines
-        return cls(memory, one.bits, heads.dtype, heads.shape[2], size, inputs, outputs)
+            place = memory[rows.start // PANEL:][:len(head) // PANEL]
+            groups = place.unflatten(1, (head.shape[1], -1)).split_with_sizes(
+                [behind * PANEL, length // head.shape[1] - behind * PANEL], 2)
+            for there, part in zip(groups, (head, numbers), strict=True):  # outputs side by side
+                there.view(part.dtype).unflatten(2, (-1, PANEL)).copy_(
+                    part.unflatten(0, (-1, PANEL)).movedim(1, 3))
+        return cls(memory, one.bits, head.dtype, head.shape[2], size, inputs, outputs)
 
     @staticmethod
-    def lines(one: Quantised) -> torch.Tensor:
-        """Some whole panels of `memory`."""
+    def panels_of(one: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads and numbers, (outputs, groups, n), of whole panels. Numbers are pairs or words."""
         (outputs, inputs), groups = one.shape, one.scales.shape[1]
-        panels = -(-outputs // PANEL)
-
-        def bytes_of(numbers: torch.Tensor) -> torch.Tensor:
-            """(outputs, groups, n, ...) -> (panels, groups, bytes): outputs side by side."""
-            filled = numbers.new_zeros(panels * PANEL, *numbers.shape[1:])
-            filled[:outputs] = numbers
-            lines = filled.unflatten(0, (panels, PANEL)).movedim(1, 3).flatten(2)
-            return lines.contiguous().view(torch.int8)
-
         size = -(-one.size // LINE) * LINE
-        values = F.pad(one.values, (0, groups * size - inputs)).unflatten(1, (groups, size))
-        numbers = words_of(values) if one.bits == 4 else values.unflatten(2, (size // 2, 2))
-        return torch.cat([bytes_of(one.heads()), bytes_of(numbers)], 2).flatten(1)
+        more = groups * size - inputs, -outputs % PANEL
+        values, heads = one.values, one.heads()
+        if any(more):
+            values, heads = F.pad(values, (0, more[0], 0, more[1])), F.pad(
+                heads, (0, 0, 0, 0, 0, more[1]))
+        values = values.contiguous().unflatten(1, (groups, size))
+        return heads, words_of(values) if one.bits == 4 else values.view(torch.int16)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """(n,) -> (n, inputs), in float32"""
@@ -430,10 +432,14 @@ class QuantisedEmbedding(Embedding):
 
     def fill(self, tensor: torch.Tensor | Quantised) -> None:
         columns = Slice.whole(self.weight.shape[1])
-        if self.tied and isinstance(tensor, Quantised):
-            self.kept = join([tensor.share(self.tokens, columns)])
-        if self.kept is None:
+        if not isinstance(tensor, Quantised):
             copy_share(self.weight, self.tokens, columns, tensor)
+            return
+        mine = tensor.share(self.tokens, columns)
+        self.kept = join([mine]) if self.tied else None
+        for rows in portions(*mine.shape) if self.kept is None else []:
+            copy_share(self.weight[rows], Slice(rows.start, rows.stop, len(self.weight)), columns,
+                       mine)
 
     def process_weights_after_loading(self) -> None:
         if self.kept is None:
