@@ -38,6 +38,7 @@ import torch
 
 from nanoserve import triton_attention as kernels
 from nanoserve import triton_fused as kernels_fused
+from nanoserve_extras.few_rows.few_rows_triton import product
 from nanoserve_extras.quantization.quantized_triton import TritonWeight
 from nanoserve_extras.recurrent.recurrent_triton import delta_rule
 
@@ -106,6 +107,13 @@ def fused_cases(dtype: torch.dtype) -> dict[str, Callable]:
             kernels.act_and_mul, torch.zeros(1, 64, dtype=dtype), activation)
         for phase, num_tokens in (("few", 4), ("many", 2048)):
             found[f"experts {phase} {activation}"] = partial(mix, dtype, num_tokens, activation)
+    for rows in (1, 4):
+        x, gain = torch.zeros(rows, 1024, dtype=dtype), torch.zeros(1024)
+        weight = torch.zeros(128, 1024, dtype=dtype)
+        found[f"{rows} rows, product"] = partial(product, x, weight)
+        found[f"{rows} rows, norm and product"] = partial(product, x, weight, None, x, gain)
+        found[f"{rows} rows, norm, product and gate"] = partial(
+            product, x, weight, None, x, gain, 1e-6, "silu")
     found["delta rule"] = partial(fold, dtype)
     found["sample"] = partial(sample, dtype, filtered=False)
     found["sample filtered"] = partial(sample, dtype, filtered=True)

@@ -56,6 +56,7 @@ class Placement:
     linear: Callable[..., "Linear"] = field(default_factory=lambda: Linear)
     embedding: Callable[..., "Embedding"] = field(default_factory=lambda: Embedding)
     experts: Callable[..., nn.Module] = field(default_factory=lambda: Experts)
+    layer: Callable[..., nn.Module] | None = None  # in the place of `DecoderLayer`
     assemble: Callable | None = None
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

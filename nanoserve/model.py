@@ -61,9 +61,9 @@ class Decoder(nn.Module):
         self.rotary = self.rotary_local = RotaryEmbedding(config.rope, on.device)
         if config.rope_local is not None:
             self.rotary_local = RotaryEmbedding(config.rope_local, on.device)
+        layer = on.layer or DecoderLayer
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, on) if i in self.here else nn.Identity()
-            for i in everything)
+            layer(config, i, on) if i in self.here else nn.Identity() for i in everything)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
         self.lm_head = None
         if not tied:
@@ -184,16 +184,19 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, cos_sin: Pair, kv: Pair, batch: Batch,
                 wanted: torch.Tensor | None = None) -> torch.Tensor:
-        # (num_tokens, heads of q, k and v, head_dim); q and out: (num_tokens, num_heads, head_dim)
-        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
-        q_weight = None if self.q_norm is None else self.q_norm.weight
-        k_weight = None if self.k_norm is None else self.k_norm.weight
-        q = self.ops.norm_rope_store(qkv, q_weight, k_weight, self.eps, *cos_sin, *kv,
-                                     batch.slot_mapping)
-        out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
+        out = self.attend(self.qkv_proj(hidden), cos_sin, kv, batch)
         if wanted is not None:
             out = out[wanted]
         return self.o_proj(out.flatten(1))
+
+    def attend(self, qkv: torch.Tensor, cos_sin: Pair, kv: Pair, batch: Batch) -> torch.Tensor:
+        """qkv: (num_tokens, width of q, k and v) -> (num_tokens, num_heads, head_dim)"""
+        qkv = qkv.view(len(qkv), -1, self.head_dim)  # (num_tokens, heads of q, k and v, head_dim)
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        q = self.ops.norm_rope_store(qkv, q_weight, k_weight, self.eps, *cos_sin, *kv,
+                                     batch.slot_mapping)  # (num_tokens, num_heads, head_dim)
+        return self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
 
 
 class MLP(nn.Module):

@@ -62,6 +62,7 @@ IDEAS = {
     "base": [],  # what all of them share
     "structured": [], "lora": [], "pooling": [], "quantization": [], "block_store": [],
     "multimodal": ["foreign"], "recurrent": ["foreign"], "drafts": ["foreign"], "trace": [],
+    "few_rows": [],
     "engine_args": [],  # all records of options
     "foreign": ["quantization", "pooling"],
     "forgetting": [],
