@@ -269,7 +269,7 @@ class BatchBuilder:
         cu_seqlens_q = np.zeros(len(seqs) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         rows = self._refresh_rows(seqs)
-        places = starts - self.dropped[rows]  # of each row's first token, in its table
+        places = starts - self.dropped[rows]  # each row's first token, in its table
         positions, slots = self._tokens(rows, starts, places, query_lens, cu_seqlens_q)
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
         sample_rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)

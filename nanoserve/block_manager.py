@@ -156,7 +156,7 @@ class BlockManager:
 
         When the same content is cached already (two identical prompts ran side by side) the first
         entry stays, and our copy remains an ordinary block that no look-up finds. What is computed
-        after a `drop` has not seen all of its prefix: it is found by nobody.
+        after a `drop` has not seen all of its prefix, so no look-up may find it.
         """
         if not self.enable_prefix_caching or seq.dropped_blocks:
             return

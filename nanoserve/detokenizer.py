@@ -38,7 +38,7 @@ CONTEXT = 5  # prompt tokens before the first output token: enough for a charact
 
 # ---------------------------------------------------------------------- the tokenizer
 # Read by transformers' `AutoTokenizer`, because every family has its own file formats.
-# Beside the attributes eos_token_id and chat_template, the engine calls only encode(text,
+# Besides the attributes eos_token_id and chat_template, the engine uses only encode(text,
 # add_special_tokens=), decode(token_ids, skip_special_tokens=) and apply_chat_template(messages).
 Tokenizer = Any
 

@@ -314,13 +314,13 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
 def full_float32() -> Iterator[None]:
     """Within, products and convolutions of float32 keep all their digits, for comparisons. On a GPU
     convolutions keep ten bits (TF32) by default. So do products where the user allows it, or eight
-    on a CPU (`torch.set_float32_matmul_precision`). torch knows two ways to say so, and complains
-    where they differ: in the end both say what they said before."""
+    on a CPU (`torch.set_float32_matmul_precision`). torch has two settings for this, and complains
+    if they differ: afterwards both are restored."""
     backends = torch.backends
     kinds = backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn
     before = [kind.fp32_precision for kind in kinds]
     older: list[Callable[[], None]] = []
-    with suppress(RuntimeError):  # the user has said it in the newer way
+    with suppress(RuntimeError):  # the user has used the newer setting
         older.append(partial(torch.set_float32_matmul_precision,
                              torch.get_float32_matmul_precision()))
     with suppress(RuntimeError):

@@ -248,7 +248,7 @@ class LLMEngine:
                 self.requests[seq.request.request_id].history.add_prompt(positions, own)
             except FloatingPointError as error:
                 self._fail({seq: no_numbers(error, self.config.dtype)})
-            except Exception as error:  # of the tokenizer
+            except Exception as error:  # the tokenizer may raise any
                 self._fail({seq: str(error)})
 
     def _fail(self, failed: dict[Sequence, str]) -> None:
@@ -316,7 +316,7 @@ class LLMEngine:
     def _end(self, requests: list[Request], why: str | None = None) -> None:
         """Abort requests and hand over their outputs. After that, the error of a tokenizer or an
         extra is raised. why: the `stop_reason`, if the engine ends them."""
-        with ExitStack() as ends:  # which calls all of them, the last one first
+        with ExitStack() as ends:  # it calls all of them, the last one first
             for request in reversed(requests):
                 ends.callback(self._abort, request, why)
 

@@ -7,8 +7,8 @@ change but the contents of memory:
     recorded                    replayed, two steps later
     input_ids   at 0x7f00       the same address: the new ids must have been put there
     grid (8 rows)               8 rows again, so a batch of 5 is padded to 8
-    seq_len 1024, an int        1024 for ever (transformers #45323): such numbers are read from
-                                memory by the kernels, and never handed over by the host
+    seq_len 1024, an int        always 1024 (transformers #45323): kernels read such numbers from
+                                memory, and the host never passes them
 
 So batches come in sizes that are recorded beforehand, up to the largest there can be (nano-vllm's
 stopped below it, and the first full batch crashed), and each tensor of a batch is at the same

@@ -144,7 +144,7 @@ class Request:
     """A checked request, its sequences (one for each sample), and how much its caller has got."""
 
     request_id: str  # "": the engine chooses one
-    core: CoreRequest  # what the engine knows of it
+    core: CoreRequest  # the engine's part of it
     params: SamplingParams
     prompt: str | None
     prompt_token_ids: list[int]

@@ -176,6 +176,6 @@ class LogitsProcessors(Extra):
 
 
 def is_vllms(kind: Any) -> bool:
-    """Whether it is a class of one of vLLM's two kinds, whoever is its base."""
+    """Whether it is a class of one of vLLM's two kinds, with any base class."""
     return isinstance(kind, type) and (hasattr(kind, "new_req_logits_processor")
                                        or hasattr(kind, "update_state"))

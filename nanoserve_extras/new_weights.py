@@ -131,7 +131,7 @@ class NewWeights(Extra):
             self.gone -= tags
 
     def idle_runner(self, what: str) -> Runner:
-        """Take the results of steps in flight that nobody waits for. Raises `RuntimeError`."""
+        """Take the results of steps in flight that no caller waits for. Raises `RuntimeError`."""
         self.engine.check_open()
         if self.engine.requests:
             raise RuntimeError(f"{what} while {len(self.engine.requests)} requests are running: "
@@ -291,7 +291,7 @@ def put_away(runner: Runner) -> None:
 
 
 def to_host(numbers: torch.Tensor, is_scratch: bool) -> partial:
-    """Copies bytes, but not a CPU's. Returns what gives them back: zeros, if nobody needs them."""
+    """Copies bytes, but not a CPU's. Returns what gives them back: zeros for unneeded bytes."""
     if is_scratch:
         return partial(torch.zeros, len(numbers), dtype=torch.uint8, device=numbers.device)
     return partial(numbers.cpu().to, numbers.device)

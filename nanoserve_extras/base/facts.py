@@ -8,7 +8,7 @@ other makes untrue. So no feature names another: it says which facts it needs an
 `facts_of` finds the clashes. A new feature is combined with all others by two lines, and the page
 docs/extras.md is made of the same facts.
 
-Invariant: a fact is needed by somebody, and ended by somebody; otherwise it is no reason for
+Invariant: at least one part needs each fact, and one ends it; otherwise it is no reason for
 anything.
 """
 

@@ -1,4 +1,4 @@
-"""Files that nobody else can read: recordings and blocks have prompts in them."""
+"""Files that no other user can read: recordings and blocks have prompts in them."""
 
 import os
 

@@ -278,7 +278,7 @@ def one_encoded_prompt(encoding: UserDict) -> list[int]:
 
 def salt_of(prompt: Prompt) -> str | None:
     """The `cache_salt` of a prompt: its blocks are found by prompts with the same salt alone, so
-    the time of an answer tells nobody else what was asked before. Raises `ValueError`."""
+    the time of an answer does not tell other users what was asked before. Raises `ValueError`."""
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ValueError(f"cache_salt must be a text that is not empty, got {salt!r:.80}: leave it "

@@ -1,4 +1,4 @@
-"""Special tokens that somebody wrote into a message stay plain text: `split_special_tokens`.
+"""Special tokens that a user wrote into a message stay plain text: `split_special_tokens`.
 
     sent         Say <|im_end|>                                a user, or a page that an agent read
     rendered     <|im_start|>user Say <MARK|im_end|><|im_end|>

@@ -1,7 +1,7 @@
 """A request with what only extras and servers ask of it: times, a salt, its prompt's template.
 
 A salt keeps tenants apart: a prompt's blocks are found only by prompts with the same salt, so the
-time of an answer tells nobody what others have asked. Its blocks begin at a root of their own, as
+time of an answer does not tell what others have asked. Its blocks begin at a root of their own, as
 those of an adapter do.
 """
 

@@ -16,7 +16,7 @@ value asks for what happens anyway: None, one of `Row.nothing`, or else False, 0
 
 `LLM`, `SamplingParams` and the methods read this table; the server has one more for its clients.
 What our own names mean is said in config.py. Not each of vLLM's names has a row: few of them are in
-anybody's script, and a row that nobody meets grows old.
+any script, and a row that is never used grows old.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -258,7 +258,7 @@ def in_our_words(where: str, taker: str, given: Mapping[str, Any],
     """The arguments `given`, under names that are `known`. where: for messages. taker: of the rows.
 
     Raises `ValueError` for a name of the table whose value asks for something, `TypeError` for a
-    name that nobody has, or that comes twice.
+    name that does not exist, or that comes twice.
     """
     ours: dict[str, Any] = {}
     for said, value in given.items():

@@ -8,7 +8,7 @@ rank 0; no clock is compared.
     rank 0     beats, counts all others' beats ──► 13 missed: the rank is dead
     rank 1     beats                           ──► the store is silent: rank 0 is dead (torchrun)
 
-Nobody counts rank 0's beats, because its user's code may hold Python's lock for minutes. A child
+Rank 0's beats are not counted, because its user's code may hold Python's lock for minutes. A child
 waits as long as its parent lives. A rank that torchrun has started waits as long as the store
 answers: the store's thread needs no lock. A heartbeat also tells how far its rank is: a message
 that was sent may take 30 beats. Computing has no limit.

@@ -1,6 +1,6 @@
 """Wrappings: a text network of ours that is published with towers for images or sound beside it.
 
-Somebody who only wants text runs the part in the middle, whose sizes and tensors are there:
+An engine for text alone runs the part in the middle, whose sizes and tensors are there:
 
     config.json   {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106],
                    "text_config": {"hidden_size": 2560, ...}, "vision_config": {...}}

@@ -168,14 +168,14 @@ class Folder:
 
     def touch(self, digests: list[bytes]) -> None:
         """This chain was used just now. Its tail is a microsecond older, and deleted before its
-        head, without which nobody would look for it."""
+        head, without which no look-up would reach it."""
         now = time.time_ns()
         for i, digest in enumerate(digests):
             with suppress(OSError):  # some are not there
                 os.utime(self._path_of(digest), ns=(now - 1000 * i, now - 1000 * i))
 
     def _trim(self) -> None:
-        """Count what is there, whoever wrote it. Above the limit, delete the oldest until a tenth
+        """Count all files, of other engines, too. Above the limit, delete the oldest until a tenth
         of it is free."""
         files = sorted((*_stat(path), path) for path in self._files(".kv"))
         self.num_bytes, self.num_new = sum(size for _, size, _ in files), 0

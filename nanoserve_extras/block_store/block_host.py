@@ -98,7 +98,7 @@ def rows_of(kv_cache: KVCache) -> list[torch.Tensor]:
 
 
 class HostBlocks:
-    """Which block is in which host block, and which of them nobody uses: a `BlockManager` in small.
+    """Which block is in which host block, and which of them are unused: a `BlockManager` in small.
 
     A host block that a step or a thread reads or writes is *in use*, as often as it was taken or
     used and not yet released, and keeps its bytes. All others are free. A free one that holds a

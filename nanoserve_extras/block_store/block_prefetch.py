@@ -11,7 +11,7 @@ If they are still on their way, the request sits out that step, and others go on
     let_go       the request was admitted, or has ended: its host blocks may be taken again
 
 **Invariant: no step waits for a disk.** Only `begin` asks it a few questions: up to which block is
-there a file? If the thread then brings nothing for `PATIENCE` seconds, nobody waits for it any
+there a file? If the thread then brings nothing for `PATIENCE` seconds, no request waits for it any
 more: what has arrived is loaded, and the rest is computed. The host block that it hangs at stays
 taken until it returns.
 
@@ -31,7 +31,7 @@ from nanoserve.sequence import Sequence
 from nanoserve_extras.block_store.block_folder import Folder
 from nanoserve_extras.block_store.block_host import HostBlocks, HostMemory
 
-PATIENCE = 1.0  # seconds without any block, after which nobody waits for the folder
+PATIENCE = 1.0  # seconds without any block, after which no request waits for the folder
 
 
 @dataclass(eq=False)
@@ -113,7 +113,7 @@ class Prefetcher:
         return bool(self.pending) and time.monotonic() - self.pulse.last > PATIENCE
 
     def let_go(self, seq: Sequence) -> None:
-        """It was admitted, or has ended. What nobody waits for is not read any more."""
+        """It was admitted, or has ended. Blocks that no request waits for are not read any more."""
         reading = self.readings.pop(seq, None)
         if reading is not None:
             reading.is_wanted = False
@@ -133,7 +133,7 @@ class Prefetcher:
 
 
 def _read(queue: SimpleQueue, pulse: Pulse, folder: Folder) -> None:
-    """The thread. While it waits, it holds nobody's memory."""
+    """The thread. While it waits, it keeps no other object's memory alive."""
     while (work := queue.get()) is not None:
         reading, memory = work
         pulse.last = time.monotonic()

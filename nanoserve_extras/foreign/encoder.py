@@ -56,7 +56,7 @@ from nanoserve_extras.pooling.sentence_files import is_reranker, longest_text, t
 # Positions of these begin behind that of padding: with a padding token of 1, at 2.
 ROBERTAS = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xmod",
             "xlm-roberta-xl")
-# Tensors of heads that checkpoints bring along, or that transformers makes, and nobody uses.
+# Unused tensors of heads that checkpoints bring along, or that transformers makes.
 PASSED_OVER = r"(^|\.)(pooler|cls|lm_head|vocab_\w+|position_ids|decoder|head)\b"
 CLASSIFIES = "ForSequenceClassification"
 

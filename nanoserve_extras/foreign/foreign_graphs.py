@@ -1,7 +1,7 @@
 """CUDA graphs of transformers' networks: what our decoder promises is tried here.
 
 A recording keeps whatever number the host put into it. Our decoder reads all of them from memory;
-a network of somebody else's may not. So one recording of each kind is replayed with two other
+another author's network may not. So one recording of each kind is replayed with two other
 batches at the same addresses, and compared with the network itself. Where they differ there are no
 graphs.
 

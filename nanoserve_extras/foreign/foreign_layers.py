@@ -307,7 +307,7 @@ def pack_experts(path: str, experts: nn.Module, on: Placement,
 
 def widen_experts(experts: nn.Module) -> None:
     """Let a kernel of ours multiply with the matrices of a layer's experts as they are."""
-    from nanoserve.triton_fused import each_expert  # where there is no triton, nobody comes here
+    from nanoserve.triton_fused import each_expert  # not reached where there is no triton
 
     experts.config._experts_implementation = "grouped_mm"
     experts._is_hf_initialized = True  # see `Shape`

@@ -59,7 +59,7 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
 
     transformers makes up what is missing, with a warning. Here that is an error, and so are
     tensors that are left over or come twice. tensors: in the place of those in the files.
-    passed_over: a pattern of names that nobody needs, there or not. left_out: of a wrapping, takes
+    passed_over: a pattern of unneeded names, there or not. left_out: of a wrapping, takes
     the sizes of its towers' tensors; None to fill towers, if it has_towers. assemble: makes weights
     of a quantised checkpoint's tensors, or functions that do; those that stay in 4 bits are also
     put into `kept`. done: called with the network and the path of each block whose tensors are in

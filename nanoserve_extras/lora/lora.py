@@ -234,7 +234,7 @@ class Adapters:
             products.pack()
 
     def close(self) -> None:
-        """Whoever holds the engine, and with it `assign`, shall hold no matrices."""
+        """An object that keeps the engine, and with it `assign`, must not keep matrices alive."""
         self.products, self.unsent, self.masks = {}, {}, None
 
     # -------------------------------------------------------------- requests

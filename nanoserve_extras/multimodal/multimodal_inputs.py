@@ -3,7 +3,7 @@
     PIL image, file, data: URL             ──read_image──► RGB, as a viewer shows it
     (samples, rate), WAV file, data: URL   ──read_sound──► one channel, from -1 to 1
                                                                      │ transformers' processor
-    {"pixel_values": ...}, what somebody's processor made ──────► MediaItem
+    {"pixel_values": ...}, what the user's processor made ──────► MediaItem
 
 Invariants: nothing is fetched, and no str names a file, because clients of the server send strings.
 The bytes, pixels and seconds of what is decoded are bounded before. What becomes of an image is the
@@ -109,7 +109,7 @@ def read_image(image: object):
                              f"what a processor made, got {image!r:.80}")
         image.load()
         turn = None
-        with suppress(Exception):  # EXIF that nobody can read turns no picture, and hides none
+        with suppress(Exception):  # unreadable EXIF data turns no picture, and hides none
             turn = TURNS.get(image.getexif().get(0x0112))
         image = image if turn is None else image.transpose(turn)
         if image.mode[0] in "IF":  # PIL would cut these off at 255

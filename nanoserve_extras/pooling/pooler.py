@@ -162,7 +162,7 @@ class Pooler:
             nn.Sigmoid() if one else nn.Softmax(-1))
         if self.files.activation is not None:
             self.activation = self.files.activation
-        # A reward is no probability, unless somebody asks for one; as in vLLM.
+        # A reward is no probability, unless the caller asks for one; as in vLLM.
         if self.kind == "reward" and not judges_steps:
             self.activation, self.use_activation = nn.Sigmoid(), False
 
@@ -399,7 +399,7 @@ POOLS: dict[str, type[First]] = {"CLS": First, "MAX": Largest, "MEAN": Mean,
 
 
 def _find_types(asked: str | None, files: SentenceModel) -> tuple[str, ...]:
-    """() where nobody says it."""
+    """() if no file says it."""
     if asked is None:
         return files.pooling_types
     if len(files.pooling_types) > 1:

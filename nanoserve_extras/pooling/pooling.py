@@ -188,7 +188,7 @@ class PoolingRequest(Request):
         """Nothing to do: no text was held back."""
 
     def output(self) -> PoolingRequestOutput:
-        # A clone, because tensors of inference mode can't be changed by whoever gets them.
+        # A clone, because tensors of inference mode can't be changed by the caller.
         outputs = None if self.result is None else PoolingOutput(self.result.clone())
         return PoolingRequestOutput(self.request_id, outputs, self.prompt_token_ids,
                                     self.sequences[0].num_cached_tokens or 0, error=self.error)

@@ -16,7 +16,7 @@ one object that answers it with the states of some rows, `Rows`, runs all of the
 
 Invariant: **a row's state is that of exactly the tokens that its sequence has computed.** KV may be
 written twice; a token that is folded twice changes the text. So a row begins with zeros or a
-snapshot (recurrent_snapshots.py), and whoever was in a step that is lost starts anew. A trial at
+snapshot (recurrent_snapshots.py), and a sequence of a lost step starts anew. A trial at
 load takes 9 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row; networks whose
 mixers take no state from outside (Mamba 1, Jamba) fail it and are refused.
 

@@ -10,8 +10,8 @@ it computes between them is done here, for all rows of a step at once:
 pass the same test: compiled for CPUs (recurrent_delta.cpp), Triton's for GPUs
 (recurrent_triton.py).
 
-Invariant: nobody believes that a module computes this because it looks so. A trial of each at load
-(recurrent.py) compares, and where numbers differ transformers' own way is taken.
+Invariant: that a module computes this is tried, never assumed from its looks. At load a trial of
+each (recurrent.py) compares, and where numbers differ transformers' own way is taken.
 """
 
 from collections.abc import Callable

@@ -45,7 +45,7 @@ class Copies:
 class Snapshot:
     index: int  # in the array of all states
     end: int  # how many tokens it is the state of
-    owner: Sequence | None = None  # it moves on with this one, and is nobody else's victim
+    owner: Sequence | None = None  # it moves on with this one, and only this one evicts it
     num_found: int = 0
 
 
@@ -139,7 +139,7 @@ class Snapshots(Extra):
 
     def take(self, seq: Sequence, end: int) -> Snapshot | None:
         """A snapshot to be written: a free one, the sequence's own last one, or the least recently
-        used that moves on with nobody. None where there is none of these."""
+        used that moves on with no sequence. None where there is none of these."""
         stays = end in (self.last_boundary(seq), self.branch.get(seq))  # never when decoding
         if not self.free and not stays:
             self.forget_moving(seq)
@@ -157,7 +157,7 @@ class Snapshots(Extra):
             self.free.append(snapshot.index)
 
     def forget_moving(self, seq: Sequence) -> None:
-        """The one behind the sequence, unless somebody has found it meanwhile."""
+        """The one behind the sequence, unless a prompt has found it meanwhile."""
         entry = self.moving.pop(seq, None)
         if entry in self.named and self.named[entry].owner is seq:
             self.evicted(entry)
@@ -216,7 +216,7 @@ class Snapshots(Extra):
             assert self.blocks.entry_of[entry.block_id] is entry, (
                 f"snapshot {one.index} is named by an entry that the cache has forgotten")
             assert one.owner is None or self.moving.get(one.owner) is entry, (
-                f"snapshot {one.index} moves on with nobody")
+                f"snapshot {one.index} moves on with no sequence")
         assert self.in_flight.keys() <= set(self.scheduler.in_flight), "a step was not ended"
         for seq in self.moving.keys() | self.branch.keys() | self.drafted.keys():
             assert seq.finish_reason is None, f"sequence {seq.name} has ended, and keeps a snapshot"

@@ -80,7 +80,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what r
 class Server:
     """What the endpoints share. names: the model's names for clients; answers have the first.
     chat_template: replaces the tokenizer's own. lora_requests: one for each further
-    name. strict: whether a field that nobody knows is refused. bare_calls: see `ModelTurns`.
+    name. strict: whether an unknown field is refused. bare_calls: see `ModelTurns`.
     also: a second model, an embedder beside a generator, with its own engine."""
 
     def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None,

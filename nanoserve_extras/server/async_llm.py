@@ -221,7 +221,7 @@ class AsyncLLM:
 
         A step that reads its layers from a disk costs as much for one prompt as for many. So the
         first ones that come to an idle engine wait for others, up to `max_wait`, or until they fill
-        a step. While anything runs, nobody waits: whoever joins costs no reading (docs/extras.md).
+        a step. While anything runs, no request waits: joining costs no reading (docs/extras.md).
         """
         if not self.llm.has_unfinished_requests():
             return None
@@ -256,7 +256,7 @@ class AsyncLLM:
             self._do(partial(self._leave, inbox))
 
     def _do(self, work: Callable[[], None]) -> None:
-        """Work that fails (a tokenizer at the rest of an aborted text) stops nobody else."""
+        """Work that fails (a tokenizer at the rest of an aborted text) stops no other work."""
         try:
             work()
         except Exception:
@@ -276,7 +276,7 @@ class AsyncLLM:
             self._leave(inbox)
 
     def _leave(self, inbox: "AsyncInbox") -> None:
-        """Nobody takes from it any more: abort what still runs."""
+        """The reader is gone: abort what still runs."""
         self.inboxes.discard(inbox)
         self.llm.abort(list(inbox.requests.values()))
 
@@ -390,7 +390,7 @@ class AsyncInbox:
 
 
 def merged(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """Two DELTAs of a request as one. The older one's lists grow: nobody else has seen it."""
+    """Two DELTAs of a request as one. The older one's lists grow: it was not handed out."""
     for before, sample in zip(older.outputs, newer.outputs, strict=True):
         sample.text = before.text + sample.text
         before.token_ids += sample.token_ids

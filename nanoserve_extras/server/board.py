@@ -2,7 +2,8 @@
 
     GET /live ──► Board.read() ──► {steps' tokens, blocks, rows: who computes, who waits and why}
 
-Whoever asks is a watcher for two seconds more. While nobody watches, a step costs two comparisons.
+A client that asks counts as a watcher for two more seconds. Without watchers a step costs two
+comparisons.
 
 Invariant: a picture holds numbers and the engine's own sentences, and no text of a request: to see
 a server's steps must not mean to read its users' prompts.

@@ -79,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     door.add_argument("--lora-modules", nargs="+", type=lora_module, default=[],
                       metavar="NAME=FOLDER", help="adapters (vLLM's JSON will do), each a model "
                       "of its own name for clients; with --enable-lora")
-    door.add_argument("--strict", action="store_true", help="refuse fields that nobody knows, "
+    door.add_argument("--strict", action="store_true", help="refuse unknown fields, "
                       "which are logged once and passed over otherwise")
     door.add_argument("--max-requests", type=positive, default=1024,
                       help="sequences that may be open, running or waiting; more get a 429")
@@ -259,7 +259,7 @@ class Http1(AutoHTTPProtocol):
 def greeting(name: str, listening: socket.socket, keys: list[str]) -> str:
     host, port = listening.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    who = "with a key" if keys else "without a key, for whoever reaches this address"
+    who = "with a key" if keys else "without a key, for all who reach this address"
     return (f"nanoserve: serving {name} on {where} {who} | {where}/v1 for clients, {where}/docs, "
             f"{where}/trace, {where}/metrics")
 

@@ -130,7 +130,7 @@ def as_prompts(prompts: Any) -> list:
 
 
 class Fields(BaseModel):
-    """An object that clients send. What stays in its `model_extra` has names that are nobody's."""
+    """An object that clients send. Unknown fields stay in its `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -303,7 +303,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def only_echo(self) -> bool:
-        """To score a prompt: one token is computed, which nobody sees."""
+        """To score a prompt: one token is computed and not returned."""
         return bool(self.echo) and self.max_tokens == 0 and self.max_completion_tokens is None
 
     def limit(self) -> int | None:

@@ -75,7 +75,7 @@ class Language(Controls):
 
     @model_validator(mode="after")
     def pass_over_hosted(self) -> "Language":
-        """Tools that a provider hosts go to the fields that nobody knows: said once, or refused."""
+        """Tools that a provider hosts count as unknown fields: logged once, or refused."""
         self.tools = self._own(self.tools or [])
         for group in self.tools:
             if isinstance(group.get("tools"), list):  # else it is refused later
@@ -293,7 +293,7 @@ class ResponsesBody(Language):
     _kept: Kept = PrivateAttr(default_factory=Kept)
 
     def recall(self, kept: Kept) -> None:
-        """A thought that was forgotten goes to the fields that nobody knows, as hosted tools do."""
+        """A forgotten thought counts as an unknown field, as hosted tools do."""
         self._kept, items = kept, []
         for item in self._items():
             if kind_of(item) == REFERENCE:
@@ -410,7 +410,7 @@ class ResponsesBody(Language):
             usage=usage and dict(
                 input_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"],
                 total_tokens=usage["total_tokens"],
-                # 0, as in Messages: nobody pays for what goes into the prefix cache.
+                # 0, as in Messages: writing to the prefix cache costs nothing.
                 input_tokens_details=usage["prompt_tokens_details"] | dict(cache_write_tokens=0),
                 output_tokens_details=usage["completion_tokens_details"]))
 

@@ -196,7 +196,7 @@ def loosened(schema: dict, refusal: Callable[[dict], str]) -> Iterator[tuple[str
     shared = {"$defs": schema.get("$defs", {})}
     for one in reversed(found):  # definitions before those who refer to them
         if why := refusal(shared | one):
-            # Its type goes last: whoever reads the value relies on it.
+            # Its type is removed last: reading the value relies on it.
             kept = ({key: one[key] for key in one if key != wrong}
                     for wrong in sorted(one, key="type".__eq__))
             rest = next((rest for rest in kept if not refusal(shared | rest)), {})

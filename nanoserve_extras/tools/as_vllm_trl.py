@@ -42,7 +42,7 @@ TASKS |= {task: dict(runner="pooling", convert=kind) for task, kind in dict(
 
 def translated(model: str, options: dict) -> dict:
     """What scripts for vLLM say, and asks for what happens anyway, in today's words. `None` is what
-    all of vLLM's options may be, those that are nobody's here, too."""
+    all of vLLM's options may be, unknown ones, too."""
     options = {name: value for name, value in options.items() if value is not None}
     if options.get("task") in TASKS:
         options = TASKS[options.pop("task")] | options

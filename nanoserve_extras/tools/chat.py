@@ -98,7 +98,7 @@ class Engine:
 
 
 class Server:
-    """A server's chat completions, whoever wrote it. url: with or without its /v1."""
+    """Any server's chat completions. url: with or without its /v1."""
 
     def __init__(self, url: str, key: str | None, model: str | None, given: dict[str, object]):
         if "://" not in url:
@@ -264,7 +264,7 @@ class Session:
             print(" ...")
             if not any(pieces):
                 return
-        except BrokenPipeError:  # nobody reads on: the command ends
+        except BrokenPipeError:  # the reader is gone: the command ends
             raise
         except (ValueError, OSError, HTTPException) as error:
             if any(pieces):

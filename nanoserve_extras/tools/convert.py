@@ -109,7 +109,7 @@ def convert(file: Path, folder: Path, dtype: str, quantization: str | None = Non
 def convert_for_engine(file: Path, folder: Path, dtype: str, quantization: str | None) -> None:
     """`convert` at an engine's start: its report goes to stderr."""
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
+    transformers.logging.set_verbosity_error()  # reports name flags that the user has not set
     try:
         with redirect_stdout(sys.stderr):
             convert(file, folder, dtype, quantization)
@@ -171,7 +171,7 @@ def write_weights(folder: Path, found: list[Source], dtype: torch.dtype, quantiz
         (file := folder / name).touch()
         mode = file.stat().st_mode
         save_file(shard, file, {"format": "pt"})
-        file.chmod(mode)  # as other files have it: safetensors' own nobody but the owner may read
+        file.chmod(mode)  # the usual mode: safetensors lets only the owner read
         files |= dict.fromkeys(shard, name)
         shard.clear()  # before the next one is made
         return_freed_memory()
@@ -239,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
                         "folder; default: bfloat16")
     parser.add_argument("--quantization", choices=BITS, help="round the matrices of layers")
     args = parser.parse_args(argv)
-    transformers.logging.set_verbosity_error()  # reports name flags that nobody has set
+    transformers.logging.set_verbosity_error()  # reports name flags that the user has not set
     try:
         file = find_file(args.file, "FILE") or Path(args.file)  # which `check` refuses
         convert(file, args.folder, args.dtype, args.quantization)

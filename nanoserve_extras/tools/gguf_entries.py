@@ -392,7 +392,7 @@ def mend_tokenizer(tokenizer, entries: dict) -> None:
             pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["llama3"]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     elif kind == "gpt2" and pre not in {*GGUF_PRE_TOKENIZER_SPLITS, *AS_GPT2}:
-        raise ValueError(f"tokenizer.ggml.pre={pre!r}: nobody here knows how it splits text")
+        raise ValueError(f"tokenizer.ggml.pre={pre!r}: the way it splits text is not known")
     if kind == "gpt2" and pre in AS_LLAMA3:
         backend.model.ignore_merges = True
     if kind == "llama" and entries.get("tokenizer.ggml.add_space_prefix") is False and (

@@ -117,6 +117,6 @@ def _of_cut(seq: Sequence) -> str:
 
 
 def lost_blocks(victim: Sequence, taker: Sequence) -> str:
-    """Who was preempted for whom. The last in the order has nobody to preempt but itself."""
+    """Which sequence was preempted for which. The last in the order can preempt only itself."""
     return "was preempted: it needs a block, and nobody stands behind it" if victim is taker else (
         f"was preempted for {taker.name}")

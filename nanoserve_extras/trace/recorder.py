@@ -280,7 +280,7 @@ class Trace(Extra):
             half_done.unlink(missing_ok=True)  # left by a process that died, or a planted link
             with open(half_done, "x", encoding="utf-8", opener=private) as file:
                 file.write(text)
-            os.replace(half_done, self.path)  # whoever interrupts us leaves the last whole file
+            os.replace(half_done, self.path)  # an interruption leaves the last whole file
         except OSError as error:  # a full disk must not cost the caller their outputs
             with suppress(OSError):
                 half_done.unlink()
