@@ -245,7 +245,8 @@ class LLMEngine:
             if seq.finish_reason is not None:
                 continue  # the sequence was aborted meanwhile
             try:
-                self.requests[seq.request.request_id].history.add_prompt(positions, own)
+                self.requests[seq.request.request_id].add_prompt_logprobs(
+                    positions, own)
             except FloatingPointError as error:
                 self._fail({seq: no_numbers(error, self.config.dtype)})
             except Exception as error:  # the tokenizer may raise any
@@ -273,11 +274,11 @@ class LLMEngine:
                 is_over = request.add_tokens(seq, logprobs.get(seq))
             except Exception as error:
                 errors.append(error)
-                self.scheduler.finish(seq, "abort", None, request.num_read[seq.index])
+                self.scheduler.finish(seq, "abort", None, request.samples[seq.index].num_read)
                 continue
             if is_over:
-                stop_string = request.detokenizers[seq.index].stop_string
-                self.scheduler.finish(seq, "stop", stop_string, request.num_read[seq.index])
+                sample = request.samples[seq.index]
+                self.scheduler.finish(seq, "stop", sample.detokenizer.stop_string, sample.num_read)
         self._hand_over(dict.fromkeys(request_of.values()),
                         [seq for seq in accepted if seq.finish_reason is not None])
         if errors:

@@ -62,7 +62,8 @@ class InputProcessor:
             request_id, params, priority=priority, arrival_time=time.time(),
             max_num_tokens=longest, stop_ids=eos_ids.union(params.stop_token_ids), eos_ids=eos_ids,
             late_ids=late_ids, bad_word_ids=bad_word_ids)
-        return self.request_class(request_id, core, params, text, ids, self.tokenizer)
+        tokenizer = self.tokenizer if params.detokenize else None
+        return self.request_class(request_id, core, params, text, ids, tokenizer)
 
     def check_envelope(self, request_id: str, priority: int) -> None:
         """Check the arguments that every kind of request has. (As in vLLM, a priority is accepted

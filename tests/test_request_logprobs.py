@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from nanoserve import LLM, Logprob, RequestOutputKind, SamplingParams, sampler
-from nanoserve.request import LogprobHistory
+from nanoserve.request import LogprobMaker
 from nanoserve.sampler import score
 
 TOLERANCE = 1e-4
@@ -157,7 +157,7 @@ def test_preempted_in_the_middle_of_the_prompt(qwen3, log_softmax, async_schedul
     known, outs = {}, {}
     while llm.has_unfinished_requests():
         if "new" in llm.requests:
-            known[len(steps)] = len(llm.requests["new"].history.prompt)
+            known[len(steps)] = len(llm.requests["new"].prompt_logprobs)
         outs |= {out.request_id: out for out in llm.step()}
     check(outs["new"], params_of(0, max_tokens=4), log_softmax)
     [preempted] = [step for step in steps if step.preempted]
@@ -278,10 +278,9 @@ def test_without_text_there_is_no_decoded_token(qwen3, kinds):
 def test_a_tokens_text_keeps_the_space_in_front_of_a_full_stop():
     """Some tokenizers "clean up" such spaces, and all texts together would not be the output."""
     words = Tokenizer(WordLevel({"so": 0, " .": 1}, unk_token="so"))
-    history = LogprobHistory(SamplingParams(logprobs=0), PreTrainedTokenizerFast(
+    maker = LogprobMaker(PreTrainedTokenizerFast(
         tokenizer_object=words, clean_up_tokenization_spaces=True))
-    history.add(0, [(1, -0.5, 1)])
-    assert history.samples[0][0][1].decoded_token == " ."
+    assert maker.make([(1, -0.5, 1)], 0)[1].decoded_token == " ."
 
 
 # ------------------------------------------------------------------- numbers

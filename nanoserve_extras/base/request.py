@@ -70,6 +70,7 @@ class Request(plain.Request):
     stats: RequestStateStats = field(default_factory=RequestStateStats)
 
     def __post_init__(self):
+        super().__post_init__()
         self.stats.arrival_time = self.core.arrival_time
 
     def check_taken(self, extras: list[Extra]) -> None:

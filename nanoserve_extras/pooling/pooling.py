@@ -35,6 +35,7 @@ from nanoserve.engine import no_numbers
 from nanoserve.hooks import Extra
 from nanoserve.inputs import one_for_each
 from nanoserve.progress import say
+from nanoserve.request import Sample
 from nanoserve.rules import Count, Flag, Text
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve_extras.base.config_files import ModelConfig
@@ -134,11 +135,6 @@ class PoolingRequest(Request):
     def pooling_types(self) -> tuple[str, ...]:
         return ("ALL",) if self.params.task.startswith("token_") else self.pooler.pooling_types
 
-    @property
-    def history(self) -> "PoolingRequest":
-        """The engine calls `history.add_prompt` of a request: this one is its own history."""
-        return self
-
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         ids = self.prompt_token_ids
         core = replace(self.core, request_id=self.request_id, arrival=arrival,
@@ -146,11 +142,11 @@ class PoolingRequest(Request):
         # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
         needed = {"LAST": 0, "CLS": self.num_skipped + 1}
         num_pooled = max(needed.get(kind, len(ids)) for kind in self.pooling_types)
-        self.sequences = [Sequence(core, list(ids), num_prompt_logprobs=num_pooled)]
-        self.num_read = [len(ids)]
+        seq = Sequence(core, list(ids), num_prompt_logprobs=num_pooled)
+        self.samples = [Sample(seq, None, len(ids))]
         return self.sequences
 
-    def add_prompt(self, positions: range, vectors: torch.Tensor) -> None:
+    def add_prompt_logprobs(self, positions: range, vectors: torch.Tensor) -> None:
         """Hidden states from a finished step. After a preemption they start at position 0 again."""
         if positions.start == 0:
             self.num_seen, self.seen = 0, []
