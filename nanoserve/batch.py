@@ -95,6 +95,7 @@ class Batch:
     is_greedy: bool = False  # if a graph runs: each row takes its likeliest token
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Step.sections`
     is_padded: bool = False  # a graph's rows have any number of tokens: padding may follow
+    prepared: dict[int, Any] = field(default_factory=dict, init=False)  # a backend's, see cpu.py
 
     @classmethod
     def views(cls, host: np.ndarray, device: torch.Tensor,

@@ -287,6 +287,22 @@ class Function:
                 f"where T is {dtype} and sizes are {sizes}")
 
 
+class Matrix(ctypes.Structure):
+    """`Matrix` of library.h: a packed weight, and the function that multiplies by it."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("multiply", "weight", "bias")),
+                *((name, ctypes.c_long) for name in (
+                    "inputs", "outputs", "bits", "group", "floats", "panels", "panel_size"))]
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, dtype: torch.dtype, weight: torch.Tensor,
+           bias: torch.Tensor | None, **sizes: int) -> "Matrix":
+        """dtype: of the rows that are multiplied. The tensors must live as long as the record."""
+        addresses = (ctypes.c_void_p * len(DTYPES)).in_dll(library, "products")
+        return cls(addresses[DTYPES.index(dtype)], weight.data_ptr(),
+                   None if bias is None else bias.data_ptr(), **sizes)
+
+
 class Part(NamedTuple):
     """What a signature says of one argument or result."""
 

@@ -306,9 +306,9 @@ inline void multiply_in_parts(const uint32_t *rows, long tiles, long tile_size, 
     }
 }
 
-// out (rows, outputs) = x @ weight.T + bias. at: which rows of x, null for the first ones in order.
+// out (rows, outputs) = x @ weight.T + bias.
 template <class T, class Out = T>
-void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bias, Out *out,
+void product(const T *x, const uint32_t *weight, const T *bias, Out *out,
              long rows, long inputs, long outputs) {
     if (!rows) return;  // a step that samples nothing: the LM head need not be read
     const Tiling tiling(rows, ON_TILES<T>);
@@ -316,7 +316,7 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
     const long tile_size = STEPS<T> * room_for<T>(inputs) * tiling.rows;
     uint32_t *packed = scratch<uint32_t>(0, tiling.tiles * tile_size);
     share_out(tiling.tiles, rows > 32, [&](long t) {
-        pack_rows(x, at, t * tiling.rows, rows, tiling.rows, inputs, packed + t * tile_size);
+        pack_rows<T>(x, nullptr, t * tiling.rows, rows, tiling.rows, inputs, packed + t * tile_size);
     });
     const bool is_worth_it = rows * inputs * outputs > 65536;
     share_product(tiling.tiles, tiling.rows, panels, is_worth_it, [&](
@@ -361,6 +361,12 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
 }
 
 template <class T> constexpr auto wide_product = product<T, float>;  // sums are not rounded
+
+template <class T> void multiply_by(const Matrix &matrix, const void *x, void *out, long rows) {
+    product<T>(static_cast<const T *>(x), static_cast<const uint32_t *>(matrix.weight),
+               static_cast<const T *>(matrix.bias), static_cast<T *>(out), rows, matrix.inputs,
+               matrix.outputs);
+}
 
 // weight (outputs, inputs) into panels, for each of `count` matrices.
 template <class T>
@@ -407,17 +413,20 @@ void act_and_mul(const T *gate_up, long is_gelu, T *out, long rows, long size) {
     });
 }
 
+// Rows at[0], at[1], ... of x.
+template <class T> void take_rows(const T *x, const int64_t *at, long count, long size, T *out) {
+    for (long i = 0; i < count; i++) std::copy_n(x + at[i] * size, size, out + i * size);
+}
+
 // The weighted answers of each token's experts. Tokens are taken expert by expert, and each expert
-// that is hit is two products of the tokens that chose it.
+// that is hit is two products of the tokens that chose it. gate_up, down: (count,)
 template <class T>
-void experts(const T *hidden, const float *weights, const int64_t *ids, const uint32_t *gate_up,
-             const uint32_t *down, long first_expert, long is_gelu, T *out, long tokens, long size,
+void mixture(const T *hidden, const float *weights, const int64_t *ids, const Matrix *gate_up,
+             const Matrix *down, long first_expert, long is_gelu, T *out, long tokens, long size,
              long per_token, long count, long inner) {
-    const long gate_up_size = ceil_div(2 * inner, PANEL) * PANEL * units_in<T>(size);
-    const long down_size = ceil_div(size, PANEL) * PANEL * units_in<T>(inner);
     float *sums = scratch<float>(1, tokens * size);
     T *both = scratch<T>(2, tokens * 2 * inner), *gated = scratch<T>(3, tokens * inner);
-    T *answers = scratch<T>(4, tokens * size);
+    T *answers = scratch<T>(4, tokens * size), *chosen = scratch<T>(5, tokens * size);
     std::fill(sums, sums + tokens * size, 0.0f);
     for (long expert = 0; expert < count; expert++) {
         std::vector<int64_t> chose, pairs;
@@ -428,15 +437,31 @@ void experts(const T *hidden, const float *weights, const int64_t *ids, const ui
             }
         const long rows = long(chose.size());
         if (!rows) continue;
-        product<T>(hidden, chose.data(), gate_up + expert * gate_up_size, nullptr, both, rows, size,
-                   2 * inner);
+        take_rows(hidden, chose.data(), rows, size, chosen);
+        gate_up[expert].multiply(gate_up[expert], chosen, both, rows);
         act_and_mul(both, is_gelu, gated, rows, inner);
-        product<T>(gated, nullptr, down + expert * down_size, nullptr, answers, rows, inner, size);
+        down[expert].multiply(down[expert], gated, answers, rows);
         for (long row = 0; row < rows; row++)
             for (long i = 0; i < size; i++)
                 sums[chose[row] * size + i] += weights[pairs[row]] * wide(answers[row * size + i]);
     }
     for (long i = 0; i < tokens * size; i++) narrow(sums[i], out[i]);
+}
+
+// The same of experts whose panels lie one behind the other.
+template <class T>
+void experts(const T *hidden, const float *weights, const int64_t *ids, const uint32_t *gate_up,
+             const uint32_t *down, long first_expert, long is_gelu, T *out, long tokens, long size,
+             long per_token, long count, long inner) {
+    const long gate_up_size = ceil_div(2 * inner, PANEL) * PANEL * units_in<T>(size);
+    const long down_size = ceil_div(size, PANEL) * PANEL * units_in<T>(inner);
+    std::vector<Matrix> both(count), second(count);
+    for (long i = 0; i < count; i++) {
+        both[i] = {multiply_by<T>, gate_up + i * gate_up_size, nullptr, size, 2 * inner};
+        second[i] = {multiply_by<T>, down + i * down_size, nullptr, inner, size};
+    }
+    mixture(hidden, weights, ids, both.data(), second.data(), first_expert, is_gelu, out, tokens,
+            size, per_token, count, inner);
 }
 
 // ------------------------------------------------------------- the KV cache
@@ -809,6 +834,74 @@ void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables
     });
 }
 
+// ------------------------------------------------------------ a layer in one call
+
+// A `DecoderLayer` of model.py. Norms that a family lacks are null. A mixture of experts has no
+// matrices here: then what it reads is the result.
+struct Layer {
+    const float *input_norm, *q_norm, *k_norm, *attended_norm, *mlp_norm, *answer_norm;
+    uint32_t *k, *v;
+    Matrix qkv, o, gate_up, down;
+    long size, heads, kv_heads, head_dim, stored, block_size, window, is_gelu;
+    float eps, scale, softcap;
+};
+
+// A step's tokens: what all layers read.
+struct Tokens {
+    const float *cos, *sin;
+    const int32_t *slots, *tables, *seq_lens, *starts;
+    long count, rows, width;
+};
+
+// The functions above, in the order in which model.py calls them, so the bits are the same. What a
+// small step spends between them in Python took a third of its time (docs/LOG.md, 2026-11-29).
+// wanted: the `rows` tokens that go on behind attention; null for all of them, or if there are none.
+// stream: out, the residual stream.
+template <class T>
+void decoder_layer(const Layer &layer, const Tokens &tokens, const T *hidden, const T *residual,
+                   const int64_t *wanted, long rows, T *out, T *stream) {
+    const long count = tokens.count, size = layer.size;
+    const long q_size = layer.heads * layer.head_dim, inner = layer.down.inputs;
+    T *normed = scratch<T>(8, count * size), *sum = scratch<T>(9, count * size);
+    T *qkv = scratch<T>(10, count * std::max(layer.qkv.outputs, size));
+    T *q = scratch<T>(11, count * q_size);
+    T *attended = scratch<T>(12, count * q_size), *answer = scratch<T>(13, count * size);
+    add_rms_norm(hidden, residual, layer.input_norm, layer.eps, normed, sum, count, size);
+    const T *so_far = residual ? sum : hidden;
+    layer.qkv.multiply(layer.qkv, normed, qkv, count);
+    norm_rope_store(qkv, layer.q_norm, layer.k_norm, layer.eps, tokens.cos, tokens.sin, layer.k,
+                    layer.v, tokens.slots, q, count, layer.head_dim, layer.block_size,
+                    layer.kv_heads, layer.stored, layer.heads);
+    paged_attention(q, layer.k, layer.v, tokens.tables, tokens.seq_lens, tokens.starts, layer.scale,
+                    layer.window, layer.softcap, nullptr, nullptr, attended, count, layer.heads,
+                    layer.head_dim, layer.block_size, layer.kv_heads, layer.stored, tokens.rows,
+                    tokens.width);
+    if (wanted) {
+        take_rows(attended, wanted, rows, q_size, q);
+        take_rows(so_far, wanted, rows, size, normed);
+        attended = q, so_far = normed;
+    }
+    layer.o.multiply(layer.o, attended, answer, rows);
+    T *normed_answer = qkv;  // which nobody reads any more
+    const T *joins = answer;
+    const float *mlp_norm = layer.attended_norm;
+    if (layer.mlp_norm) {
+        add_rms_norm<T>(answer, nullptr, layer.attended_norm, layer.eps, normed_answer, sum, rows,
+                        size);
+        joins = normed_answer, mlp_norm = layer.mlp_norm;
+    }
+    T *read = layer.gate_up.multiply ? scratch<T>(14, rows * size) : out;
+    add_rms_norm(joins, so_far, mlp_norm, layer.eps, read, stream, rows, size);
+    if (!layer.gate_up.multiply) return;
+    T *both = scratch<T>(15, rows * 3 * inner), *gated = both + rows * 2 * inner;
+    layer.gate_up.multiply(layer.gate_up, read, both, rows);
+    act_and_mul(both, layer.is_gelu, gated, rows, inner);
+    T *last = layer.answer_norm ? answer : out;
+    layer.down.multiply(layer.down, gated, last, rows);
+    if (layer.answer_norm)
+        add_rms_norm<T>(last, nullptr, layer.answer_norm, layer.eps, out, sum, rows, size);
+}
+
 // ----------------------------------------------------------------- sampling
 
 // The first of the highest; -1 for a row whose highest is no number.
@@ -936,12 +1029,15 @@ void sample_tokens(const T *logits, const float *temperature, const int64_t *see
 }  // namespace
 
 extern "C" const char *const multiplies[] = {NAME, HAS_TILES ? tiles::NAME : NAME_OF_BFLOAT16};
+extern "C" const void *const products[] = BOTH(multiply_by);
+extern "C" const void *const mixtures[] = BOTH(mixture);
+extern "C" const void *const layers[] = BOTH(decoder_layer);
 extern "C" const Function functions[] = {
     FUNCTION(prepack, T weight[count outputs inputs], i32 packed[count panels units _lanes]),
-    FUNCTION(product, T x[rows inputs], i64? at[rows], panels weight[outputs inputs],
-             T? bias[outputs] -> T out[rows outputs]),
-    FUNCTION(wide_product, T x[rows inputs], i64? at[rows], panels weight[outputs inputs],
-             T? bias[outputs] -> f32 out[rows outputs]),
+    FUNCTION(product, T x[rows inputs], panels weight[outputs inputs], T? bias[outputs] ->
+             T out[rows outputs]),
+    FUNCTION(wide_product, T x[rows inputs], panels weight[outputs inputs], T? bias[outputs] ->
+             f32 out[rows outputs]),
     FUNCTION(add_rms_norm, T x[rows size], T? residual[rows size], f32 weight[size], float eps ->
              T out[rows size], T total[rows size]),
     FUNCTION(act_and_mul, T gate_up[rows _both], long is_gelu -> T out[rows size]),

@@ -12,14 +12,17 @@ done. float16 is computed in float32.
 """
 
 import ctypes
+from collections.abc import Iterable
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from nanoserve import ops
 from nanoserve.batch import Batch
-from nanoserve.build import functions_of, in_float32, load
+from nanoserve.build import DTYPES, Matrix, functions_of, in_float32, load
 from nanoserve.device import lasting_zeros, zeros
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "sample_tokens", "experts", "thresholds",
@@ -38,6 +41,12 @@ class PackedWeight(NamedTuple):
     memory: torch.Tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def matrix(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Matrix | None:
+        """The record that a fused function takes; None for rows of another dtype."""
+        outputs, inputs = self.shape
+        return None if dtype != self.dtype else Matrix.of(
+            COMPILED, dtype, self.memory, bias, inputs=inputs, outputs=outputs)
 
 
 def multiplies(dtype: torch.dtype) -> str:
@@ -59,7 +68,7 @@ def prepack(weight: torch.Tensor) -> PackedWeight:
 def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None,
            out_dtype: torch.dtype | None = None) -> torch.Tensor:
     product = LIBRARY.product if out_dtype is None else LIBRARY.wide_product
-    return product(x.contiguous(), None, packed, bias)
+    return product(x.contiguous(), packed, bias)
 
 
 def embed(ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
@@ -123,17 +132,22 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
                     scale: float, window: int | None = None, softcap: float | None = None,
                     sinks: torch.Tensor | None = None,
                     last: torch.Tensor | None = None) -> torch.Tensor:
-    (tokens, heads, size), (rows, width) = q.shape, batch.block_tables.shape
-    _, block_size, kv_heads, _ = k_cache.shape
-    longest = max(batch.seq_lens_host, default=0)
-    if tokens < sum(batch.query_lens) or longest > width * block_size:
-        raise ValueError(f"{tokens} queries for rows of {batch.query_lens}, and {width} blocks of "
-                         f"{block_size} tokens for a row of {longest}")
+    (tokens, heads, size), _, block_size, kv_heads = q.shape, *k_cache.shape[:3]
+    check_lengths(batch, tokens, block_size)
     # So are heads that are no multiple of the KV heads.
     return LIBRARY.paged_attention(
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, scale,
-        window or 0, softcap or 0, sinks, last, heads=heads - heads % kv_heads, _ends=rows + 1,
+        window or 0, softcap or 0, sinks, last, heads=heads - heads % kv_heads,
+        _ends=len(batch.block_tables) + 1,
         stored=stored(size, k_cache.dtype))
+
+
+def check_lengths(batch: Batch, tokens: int, block_size: int) -> None:
+    """Raises `ValueError` if rows have more tokens than there are, or than their blocks hold."""
+    width, longest = batch.block_tables.shape[1], max(batch.seq_lens_host, default=0)
+    if tokens < sum(batch.query_lens) or longest > width * block_size:
+        raise ValueError(f"{tokens} queries for rows of {batch.query_lens}, and {width} blocks of "
+                         f"{block_size} tokens for a row of {longest}")
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -150,3 +164,219 @@ def sample_tokens(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.
                   thresholds: ops.Thresholds | None = None) -> torch.Tensor:
     low, last = thresholds or (None, None)
     return LIBRARY.sample_tokens(logits, temperature, seeds, positions, low, last)
+
+
+# ----------------------------------------------------------- a layer in one call
+
+MOST_TOKENS = 64  # of a fused step: with more, what lies between products does not count
+
+
+def record(name: str, **fields: list[str]) -> type[ctypes.Structure]:
+    """A struct of C++. fields: names by their type."""
+    types = dict(pointers=ctypes.c_void_p, matrices=Matrix, numbers=ctypes.c_long,
+                 floats=ctypes.c_float)
+    return type(name, (ctypes.Structure,), {"_fields_": [
+        (one, types[kind]) for kind, names in fields.items() for one in names.split()]})
+
+
+# As cpu.cpp has them.
+Layer = record(
+    "Layer", pointers="input_norm q_norm k_norm attended_norm mlp_norm answer_norm k v",
+    matrices="qkv o gate_up down",
+    numbers="size heads kv_heads head_dim stored block_size window is_gelu",
+    floats="eps scale softcap")
+Tokens = record("Tokens", pointers="cos sin slots tables seq_lens starts",
+                numbers="count rows width")
+LAYERS = dict(zip(DTYPES, map(
+    ctypes.CFUNCTYPE(None, ctypes.POINTER(Layer), ctypes.POINTER(Tokens),
+                     *[ctypes.c_void_p] * 3, ctypes.c_long, *[ctypes.c_void_p] * 2),
+    (ctypes.c_void_p * len(DTYPES)).in_dll(COMPILED, "layers")), strict=True))
+MIXTURES = dict(zip(DTYPES, map(
+    ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.POINTER(Matrix)] * 2,
+                     *[ctypes.c_long] * 2, ctypes.c_void_p, *[ctypes.c_long] * 5),
+    (ctypes.c_void_p * len(DTYPES)).in_dll(COMPILED, "mixtures")), strict=True))
+
+
+class Places:
+    """Where tensors lie whose addresses are written down. One that sleeps loses its memory, and may
+    wake up elsewhere; those of one storage move together."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()):
+        self.tensors = [*{one.untyped_storage().data_ptr(): one for one in tensors}.values()]
+        self.addresses = self.found()
+
+    def found(self) -> list[int]:
+        return [one.data_ptr() for one in self.tensors]
+
+
+class FusedExperts:
+    """`experts` for weights of any library, each expert's by itself. gate_up, down: packed weights
+    with `matrix`, (2 * inner, size) and (size, inner)."""
+
+    def __init__(self, gate_up: list, down: list, activation: str, dtype: torch.dtype):
+        self.dtype, self.is_gelu, self.packed = dtype, IS_GELU[activation], (gate_up, down)
+        self.count = len(gate_up)
+        self.write_down()
+        self.size, self.inner = self.down[0].outputs, self.down[0].inputs
+
+    def write_down(self) -> None:
+        self.gate_up, self.down = ((Matrix * self.count)(
+            *[one.matrix(self.dtype, None) for one in matrices]) for matrices in self.packed)
+        self.places = Places(one.memory for one in chain(*self.packed))
+
+    def __call__(self, hidden: torch.Tensor, weights: torch.Tensor,
+                 ids: torch.Tensor) -> torch.Tensor:
+        """As `ops.experts`."""
+        if self.places.found() != self.places.addresses:
+            self.write_down()
+        tokens, chosen, out = len(hidden), ids.shape[1], torch.empty_like(hidden)
+        MIXTURES[self.dtype](
+            address(hidden, self.dtype, tokens, self.size),
+            address(weights, torch.float32, tokens, chosen),
+            address(ids, torch.int64, tokens, chosen), self.gate_up, self.down, 0, self.is_gelu,
+            out.data_ptr(), tokens, self.size, chosen, self.count, self.inner)
+        return out
+
+
+class FusedLayer:
+    """The steps of a `model.DecoderLayer` in one call, for steps of few tokens: Python's share of
+    such a step is larger than that of the arithmetic between its products. Sizes are checked, and
+    addresses written down, when the first step comes, and again when a weight was packed anew. A
+    mixture's experts are a second call.
+
+    dtype: of the residual stream.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.known: list[tuple] = []  # each `Linear` with its weight and adapters then
+        self.places = Places()
+        self.inside: list[nn.Module] = []  # the layer's modules, on none of which may be a hook
+        self.record: ctypes.Structure | None = None  # None: the layer runs step by step
+
+    def suits(self, layer: nn.Module, hidden: torch.Tensor, wanted: torch.Tensor | None) -> bool:
+        """Whether this step of the layer can be one call."""
+        if len(hidden) > MOST_TOKENS or (wanted is not None and len(wanted) > len(hidden)):
+            return False
+        if not self.is_as_it_was():
+            self.write_down(layer)
+        if self.record is None:
+            return False
+        for module in self.inside:
+            if module._forward_hooks or module._forward_pre_hooks:
+                return False
+        return True
+
+    def is_as_it_was(self) -> bool:
+        for linear, packed, adapted in self.known:
+            if linear.packed is not packed or linear.adapted is not adapted:
+                return False
+        return bool(self.known) and self.places.found() == self.places.addresses
+
+    def write_down(self, layer: nn.Module) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.record, self.places = None, Places()
+        linears = dict(qkv=attention.qkv_proj, o=attention.o_proj)
+        self.is_mixture = not hasattr(mlp, "gate_up_proj")
+        if not self.is_mixture:
+            linears |= dict(gate_up=mlp.gate_up_proj, down=mlp.down_proj)
+        self.known = [(one, one.packed, one.adapted) for one in linears.values()]
+        can_be_called = self.dtype in DTYPES and all(
+            hasattr(one.packed, "matrix") and one.adapted is None and one.ranks.size == 1
+            for one in linears.values())
+        has_last_norm = layer.post_feedforward_layernorm is not None
+        if not can_be_called or attention.head_dim % 2 or (self.is_mixture and has_last_norm):
+            return
+        made = Layer(**{name: one.packed.matrix(self.dtype, one.bias)
+                        for name, one in linears.items()})
+        made.size, made.head_dim = made.o.outputs, attention.head_dim
+        made.heads = made.o.inputs // attention.head_dim
+        made.kv_heads = (made.qkv.outputs // attention.head_dim - made.heads) // 2
+        if not fit_together(made, self.is_mixture):
+            return
+        self.inside = [part for part in layer.modules() if part is not layer]
+        if self.is_mixture:  # its experts are called as a module
+            own = set(mlp.modules())
+            self.inside = [part for part in self.inside if part not in own]
+        made.window, made.softcap = attention.window or 0, attention.softcap or 0
+        made.eps, made.scale = attention.eps, attention.scale
+        norms = self.write_norms(layer, made)
+        biases = [one.bias for one in linears.values() if one.bias is not None]
+        self.places = Places([*norms, *biases, *(packed.memory for _, packed, _ in self.known)])
+        if not self.is_mixture:
+            made.is_gelu = IS_GELU[mlp.activation]
+        self.record = made
+
+    def write_norms(self, layer: nn.Module, made: ctypes.Structure) -> list[torch.Tensor]:
+        (size, head_dim), weights = (made.size, made.head_dim), []
+        for name, norm, length in (
+                ("input_norm", layer.input_layernorm, size),
+                ("q_norm", layer.self_attn.q_norm, head_dim),
+                ("k_norm", layer.self_attn.k_norm, head_dim),
+                ("attended_norm", layer.post_attention_layernorm, size),
+                ("mlp_norm", layer.pre_feedforward_layernorm, size),
+                ("answer_norm", layer.post_feedforward_layernorm, size)):
+            if norm is not None:
+                setattr(made, name, address(norm.weight, torch.float32, length))
+                weights.append(norm.weight)
+        return weights
+
+    def __call__(self, layer: nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None,
+                 cos_sin: tuple, kv: tuple, batch: Batch, wanted: torch.Tensor | None,
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+        made, (k, v) = self.record, kv
+        if made.k != k.data_ptr() or made.v != v.data_ptr():
+            self.write_cache(k, v)
+        tokens = batch.prepared.get(id(cos_sin[0]))
+        if tokens is None:
+            tokens = tokens_of(batch, *cos_sin, made.head_dim, made.block_size)
+        count, size = tokens.count, made.size
+        rows = count if wanted is None else len(wanted)
+        out, stream = hidden.new_empty(rows, size), hidden.new_empty(rows, size)
+        LAYERS[self.dtype](
+            made, tokens, address(hidden, self.dtype, count, size),
+            None if residual is None else address(residual, self.dtype, count, size),
+            None if wanted is None else address(wanted, torch.int64, rows), rows,
+            out.data_ptr(), stream.data_ptr())
+        return (layer.mlp(out) if self.is_mixture else out), stream
+
+    def write_cache(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        made, (_, made.block_size, _, made.stored) = self.record, k.shape
+        shape = len(k), made.block_size, made.kv_heads, stored(made.head_dim, k.dtype)
+        kind = k.dtype if k.dtype == torch.int8 else self.dtype
+        made.k, made.v = address(k, kind, *shape), address(v, kind, *shape)
+
+
+def fit_together(made: ctypes.Structure, is_mixture: bool) -> bool:
+    """Whether each matrix of a layer reads what the one before it writes."""
+    heads = made.heads + 2 * made.kv_heads
+    attends = made.o.inputs == made.heads * made.head_dim and made.qkv.inputs == made.size and (
+        made.qkv.outputs == heads * made.head_dim)
+    return attends and (is_mixture or (
+        made.gate_up.inputs == made.down.outputs == made.size
+        and made.gate_up.outputs == 2 * made.down.inputs))
+
+
+def tokens_of(batch: Batch, cos: torch.Tensor, sin: torch.Tensor, head_dim: int,
+              block_size: int) -> ctypes.Structure:
+    """What all layers of a step read, checked once. Kept as long as the batch."""
+    count, (rows, width) = batch.num_tokens, batch.block_tables.shape
+    check_lengths(batch, count, block_size)
+    made = Tokens(
+        address(cos, torch.float32, count, head_dim),
+        address(sin, torch.float32, count, head_dim),
+        address(batch.slot_mapping, torch.int32, count),
+        address(batch.block_tables, torch.int32, rows, width),
+        address(batch.seq_lens, torch.int32, rows),
+        address(batch.cu_seqlens_q, torch.int32, rows + 1), count, rows, width)
+    made.kept = cos, sin
+    batch.prepared[id(cos)] = made
+    return made
+
+
+def address(x: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """Where a tensor's memory is. Raises `ValueError` if C++ would read other memory than its."""
+    if x.shape != shape or x.dtype != dtype or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(f"a layer takes {dtype} {shape}, contiguous and on the CPU; this is "
+                         f"{x.dtype} {tuple(x.shape)} on {x.device}, strides {x.stride()}")
+    return x.data_ptr()

@@ -141,9 +141,14 @@ class DecoderLayer(nn.Module):
         self.pre_feedforward_layernorm = norm() if config.post_norms else None
         self.mlp = (MoE if config.moe_layers[index] else MLP)(config, on)
         self.post_feedforward_layernorm = norm() if config.post_norms else None
+        # A backend may have all of `forward` in one call, with the same bits.
+        fused = getattr(on.ops, "FusedLayer", None)
+        self.one_call = None if fused is None else fused(on.dtype)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos_sin: Pair, kv: Pair,
                 batch: Batch, wanted: torch.Tensor | None = None) -> Pair:
+        if self.one_call is not None and self.one_call.suits(self, hidden, wanted):
+            return self.one_call(self, hidden, residual, cos_sin, kv, batch, wanted)
         normed, residual = self.input_layernorm.add(hidden, residual)
         attended = self.self_attn(normed, cos_sin, kv, batch, wanted)
         if wanted is not None:

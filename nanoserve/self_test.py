@@ -78,7 +78,10 @@ def load_backend(kernels: str, failing: Iterable[str] = ()) -> Backend:
     elif kernels == "cpu":
         from nanoserve import cpu as backend
     replaced = {name: getattr(ops, name) for name in failing if name in ops.__all__}
-    return SimpleNamespace(**vars(backend) | replaced) if replaced else backend
+    if not replaced:
+        return backend
+    without_fused = vars(backend) | dict(FusedLayer=None, FusedExperts=None)  # they call its own
+    return SimpleNamespace(**without_fused | replaced)
 
 
 def fit_kernels(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConfig, list[str]]:

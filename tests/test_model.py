@@ -2,12 +2,14 @@
 with transformers' in test_model_runner.
 """
 
+from itertools import chain
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, cpu
 from nanoserve.batch import Batch
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights
@@ -46,6 +48,56 @@ def test_the_last_layer_leaves_out_what_nobody_reads(checkpoints, name, wanted):
     for tensor, before in zip(cache[-1], written, strict=True):
         assert before.any()
         torch.testing.assert_close(tensor, before)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("qwen3-tied", {}), ("qwen3-tied", dict(kv_cache_dtype="int8", block_size=3)),
+    ("qwen2", dict(dtype="float32")), ("qwen3", dict(quantization="int8")),
+    ("gemma2", dict(quantization="int4")), ("gemma3", {}), ("mixtral", {}), ("mixtral", dict(
+        quantization="int4"))])
+def test_a_layer_in_one_call_has_the_bits_of_its_steps(checkpoints, monkeypatch, name, options):
+    """A step of few tokens: two that decode, a chunk, and tokens that nobody wants any further."""
+    llm = LLM(checkpoints[name], **dict(dtype="bfloat16") | options)
+    for i, prompt in enumerate((PROMPT, PROMPT[3:9], PROMPT[:2:-1])):
+        llm.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=9))
+        if i < 2:
+            llm.step()
+    model, cache, batch = llm.runner.model, llm.runner.kv_cache, llm.runner.builder.build(
+        llm.scheduler.schedule())
+    assert batch.query_lens == [1, 1, 17]
+    before = [tensor.clone() for pair in cache for tensor in pair]
+
+    def run(wanted: list[int] | None) -> list[torch.Tensor]:
+        for tensor, old in zip(chain(*cache), before, strict=True):
+            tensor.copy_(old)
+        wanted = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
+        hidden = model(batch.input_ids, batch.positions, cache, batch, wanted)
+        return [hidden.clone(), *(tensor.clone() for tensor in chain(*cache))]
+
+    calls = []
+    monkeypatch.setattr(cpu.FusedLayer, "__call__", lambda *args, call=cpu.FusedLayer.__call__: (
+        calls.append(1) or call(*args)))
+    for wanted in (None, [18, 0, 1, 0], []):
+        whole, calls[:] = run(wanted), []
+        assert all(map(torch.equal, whole, run(wanted))) and len(calls) == len(model.layers)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "MOST_TOKENS", len(batch.input_ids) - 1)
+            calls.clear()
+            by_steps = run(wanted)
+        assert all(map(torch.equal, whole, by_steps)) and not calls
+
+
+def test_a_layer_goes_step_by_step_where_somebody_watches_its_parts(checkpoints):
+    llm, seen = LLM(checkpoints["qwen3-tied"]), []
+    layer = llm.runner.model.layers[1]
+    hook = layer.mlp.gate_up_proj.register_forward_hook(lambda *_: seen.append("gate_up"))
+    text = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=4))[0].outputs[0]
+    assert seen == ["gate_up"] * 4
+    hook.remove()
+    old = layer.self_attn.o_proj.packed  # packed anew: the old address would be another's memory
+    layer.self_attn.o_proj.packed = old._replace(memory=-old.memory)
+    other = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=4))[0].outputs[0]
+    assert other.token_ids != text.token_ids or other.logprobs != text.logprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,10 +8,11 @@ the checkpoint's own names: rounded when the last tensor of one has come, or kep
 bits, and shared out to ranks by width. The router stays wide: which experts a token gets is decided
 by small differences.
 
-Invariant: compiled for a CPU, a row's result does not depend on the other rows. On a CPU each
-expert that was chosen is a product of its own, by a loop of Python's that reads where its rows
-start. A GPU would wait for that number in each layer: its one launch finds it on the device
-(quantized_triton.py), and can stand in a CUDA graph.
+Invariant: compiled for a CPU, a row's result does not depend on the other rows. There all experts
+are one call (`FusedExperts` in cpu.py); in plain torch each expert that was chosen is a product of
+its own, by a loop of Python's that reads where its rows start. A GPU would wait for that number in
+each layer: its one launch finds it on the device (quantized_triton.py), and can stand in a CUDA
+graph.
 """
 
 from collections.abc import Callable
@@ -41,14 +42,26 @@ class QuantisedExperts(nn.ModuleDict):
         for name in ("gate_up_proj", "down_proj"):  # behind the layers, which must be packed first
             self[f"all_{name}"] = Grouped([self[str(i)][name] for i in range(experts)])
         self.experts, self.activation, self.ops = experts, activation, on.ops
+        self.fused: Callable | None = None  # a backend's, if it has all experts in one call
 
     def forward(self, hidden: torch.Tensor, weights: torch.Tensor,
                 ids: torch.Tensor) -> torch.Tensor:
         """hidden (num_tokens, hidden_size); weights and ids (num_tokens, experts per token).
         Returns this rank's share of the sum, as `ops.experts` does."""
-        size = PORTIONS[hidden.device.type]
+        size, sums = PORTIONS[hidden.device.type], self.fused or self.first_sums
         portions = (numbers.split(size) for numbers in (hidden, weights, ids))
-        return torch.cat([self.sums(*some) for some in zip(*portions, strict=True)])
+        return torch.cat([sums(*some) for some in zip(*portions, strict=True)])
+
+    def first_sums(self, hidden: torch.Tensor, weights: torch.Tensor,
+                   ids: torch.Tensor) -> torch.Tensor:
+        """`sums`, or the backend's own, which is asked for when all weights are there."""
+        fuse, layers = getattr(self.ops, "FusedExperts", None), self["all_gate_up_proj"].layers
+        if fuse is None or hidden.dtype == torch.float16 or not hasattr(layers[0].packed, "matrix"):
+            return self.sums(hidden, weights, ids)
+        gate_up, down = ([layer.packed for layer in self[name].layers]
+                         for name in ("all_gate_up_proj", "all_down_proj"))
+        self.fused = fuse(gate_up, down, self.activation, hidden.dtype)
+        return self.fused(hidden, weights, ids)
 
     def sums(self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         sorted_ids, order = ids.flatten().sort(stable=True)

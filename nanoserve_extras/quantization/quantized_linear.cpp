@@ -417,8 +417,16 @@ void product(const T *x, const uint8_t *weight, long bits, long group, long floa
 
 template <class T> constexpr auto wide_product = product<T, float>;  // as in cpu.cpp
 
+template <class T> void multiply_by(const Matrix &matrix, const void *x, void *out, long rows) {
+    product<T>(static_cast<const T *>(x), static_cast<const uint8_t *>(matrix.weight), matrix.bits,
+               matrix.group, matrix.floats, static_cast<const T *>(matrix.bias),
+               static_cast<T *>(out), rows, matrix.inputs, matrix.panels, matrix.panel_size,
+               matrix.outputs);
+}
+
 }  // namespace
 
+extern "C" const void *const products[] = BOTH(multiply_by);
 extern "C" const Function functions[] = {
     FUNCTION(product, T x[rows inputs], i8 weight[panels panel_size], long bits, long group,
              long floats, T? bias[outputs] -> T out[rows outputs]),

@@ -23,6 +23,7 @@ On a CPU torch's own int8 operators were no faster than bfloat16; its operators 
 bfloat16 and zero points of their own.
 """
 
+import ctypes
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from functools import cache
@@ -35,7 +36,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve import ops
-from nanoserve.build import functions_of, load
+from nanoserve.build import Matrix, functions_of, load
 from nanoserve.device import lasting_zeros
 from nanoserve.layers import Embedding, Linear, Placement, Slice, Tensors
 from nanoserve.parallel import copy_share
@@ -341,9 +342,20 @@ class CpuWeight(NamedTuple):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None,
                out_dtype: torch.dtype | None = None) -> torch.Tensor:
         product = library().product if out_dtype is None else library().wide_product
-        floats = self.count if self.head == torch.float32 else 0
-        return product(x.contiguous(), self.memory, self.bits, self.size, floats, bias,
+        return product(x.contiguous(), self.memory, self.bits, self.size, self.floats, bias,
                        inputs=self.inputs, outputs=self.outputs)
+
+    @property
+    def floats(self) -> int:
+        """Numbers of float32 in a head, see `Groups` in quantized_linear.cpp."""
+        return self.count if self.head == torch.float32 else 0
+
+    def matrix(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Matrix:
+        """As `PackedWeight.matrix` of cpu.py."""
+        panels, panel_size = self.memory.shape
+        return Matrix.of(compiled(), dtype, self.memory, bias, inputs=self.inputs,
+                         outputs=self.outputs, bits=self.bits, group=self.size,
+                         floats=self.floats, panels=panels, panel_size=panel_size)
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
@@ -358,7 +370,12 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
 @cache
 def library() -> SimpleNamespace:
     """The functions of quantized_linear.cpp, compiled on first use. Raises `BuildError`."""
-    return functions_of(load(Path(__file__).with_suffix(".cpp")))
+    return functions_of(compiled())
+
+
+@cache
+def compiled() -> ctypes.CDLL:
+    return load(Path(__file__).with_suffix(".cpp"))
 
 
 # ------------------------------------------------------------------------ layers
