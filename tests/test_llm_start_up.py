@@ -108,7 +108,7 @@ def test_a_config_without_an_architecture_is_told_the_supported_ones(dummy, arch
 
 def test_a_checkpoint_in_an_unsupported_dtype_can_be_run_in_another(dummy):
     """The remedy that the message names has to work."""
-    with pytest.raises(ValueError, match="dtype='float64'.*option dtype"):
+    with pytest.raises(ValueError, match="dtype must be one of auto, float32.*'float64'"):
         start(dummy, hf_overrides=dict(dtype="float64"))
     assert_serves(start(dummy, hf_overrides=dict(dtype="float64"), dtype="float32"))
     assert_serves(start(dummy, dtype=torch.float32))  # torch's own spelling is welcome, too
