@@ -75,9 +75,10 @@ class StatefulDrive(Drive):
         scheduler, update = self.scheduler, self.scheduler.update
         self.snapshots = Snapshots(scheduler, workload.max_num_seqs, num_snapshots,
                                    workload.num_drafts)
-        drafts = scheduler.hooks.draft  # the drive's own
-        scheduler.hooks.keep([self.snapshots])
-        scheduler.hooks.draft = drafts
+        hooks = scheduler.hooks  # the drive has put hooks of its own there
+        drafts, order, interrupts = hooks.draft, hooks.order, hooks.interrupts
+        hooks.keep([self.snapshots])
+        hooks.draft, hooks.order, hooks.interrupts = drafts, order, interrupts
         self.device = StatefulDevice(self.snapshots, scheduler.blocks, None)
 
         def told(step: Step, sampled: list[int | None]) -> dict[Sequence, list[int]]:
