@@ -4,7 +4,7 @@
     python -m nanoserve trace --policy course.orders:FairShare ...     in the simulator
 
 `Extra.order` is asked before each step how urgent every sequence is. Such an order can't be a row
-of `POLICIES`, whose keys are asked for once. docs/scheduling.md has the figures of both.
+of `POLICIES`, whose keys are asked for once. docs/api.md has the figures of both.
 """
 
 from collections import Counter

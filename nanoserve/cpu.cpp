@@ -854,7 +854,7 @@ struct Tokens {
 };
 
 // The functions above, in the order in which model.py calls them, so the bits are the same. What a
-// small step spends between them in Python took a third of its time (docs/LOG.md, 2026-11-29).
+// small step spends between them in Python took a third of its time (docs/log, 2026-11-29).
 // wanted: the `rows` tokens that go on behind attention; null for all of them, or if there are none.
 // stream: out, the residual stream.
 template <class T>

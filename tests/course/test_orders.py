@@ -1,4 +1,4 @@
-"""course/orders.py: who goes first under orders that change. The figures are in docs/scheduling.md.
+"""course/orders.py: who goes first under orders that change. The figures are in docs/api.md.
 
 Oracle: arithmetic by hand.
 """

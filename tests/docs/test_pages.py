@@ -58,6 +58,15 @@ def test_files_named_in_the_text_exist():
             assert (ROOT / name).exists(), f"{page} names {name}"
 
 
+def test_pages_that_the_code_names_exist():
+    """In messages, docstrings and comments."""
+    for folder in ("nanoserve", "nanoserve_extras", "benchmarks", "course", "tests"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".cpp", ".h", ".html"):
+                for page in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
+                    assert (ROOT / page).exists(), f"{path.name} names {page}"
+
+
 def test_modules_named_in_commands_exist():
     for page in READ:
         for name in re.findall(r"python -m\s+((?:nanoserve|course|benchmarks)[\w.]*\w)",
