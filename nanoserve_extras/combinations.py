@@ -11,6 +11,7 @@ from nanoserve_extras.base.facts import Asked, Fact, Part, clash
 from nanoserve_extras.block_store.block_store import BlockStore
 from nanoserve_extras.drafts.speculative import Speculation
 from nanoserve_extras.foreign.foreign import ENCODER, ForeignNetwork
+from nanoserve_extras.forgetting.forgetting import AttentionSinks
 from nanoserve_extras.layer_plan.layer_plan import LayerPlan
 from nanoserve_extras.lora.lora import LoRA
 from nanoserve_extras.multimodal.multimodal import Multimodal
@@ -37,6 +38,7 @@ FEATURES: dict[str, Part] = {
     "quantised checkpoints": Quantization(),
     "LoRA": LoRA(),
     "blocks in memory or a folder": BlockStore(kv_offload_bytes=1),
+    "caches that forget": AttentionSinks(),
     "drafts from the text": drafts("ngram"),
     "drafts by a model": drafts("draft_model"),
     "EAGLE-3": drafts("eagle3"),

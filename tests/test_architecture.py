@@ -71,9 +71,9 @@ IDEAS = {
     "layer_plan": ["new_weights", "foreign"],
     "server": ["trace", "structured", "pooling", "lora", "layer_plan"],
     "tools": ["block_store", "quantization", "server"],
-    "combinations": ["block_store", "drafts", "foreign", "layer_plan", "lora", "multimodal",
-                     "new_weights", "pooling", "quantization", "recurrent", "structured",
-                     "thinking"],
+    "combinations": ["block_store", "drafts", "foreign", "forgetting", "layer_plan", "lora",
+                     "multimodal", "new_weights", "pooling", "quantization", "recurrent",
+                     "structured", "thinking"],
 }
 
 # Can be read, run and tested without torch, in seconds.

@@ -32,6 +32,7 @@ class Fact(Enum):
     IN_MEMORY = "all layers stay in memory"
     ON_CPU = "it runs on a CPU"
     GRAPHS = "a decode step can be recorded as a CUDA graph"
+    ALL_KEYS = "no key of a running text is forgotten"
 
 
 class Part(Protocol):

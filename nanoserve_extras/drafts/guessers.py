@@ -44,7 +44,8 @@ class Guesser(Protocol):
     function that it inherits does nothing."""
 
     keys: tuple[str, ...]  # in `speculative_config`, beside `method` and the number
-    needs: frozenset[Fact] = frozenset([Fact.GENERATES])
+    # A draft may stand behind the position at which a cache forgets.
+    needs: frozenset[Fact] = frozenset([Fact.GENERATES, Fact.ALL_KEYS])
     ends: frozenset[Fact] = frozenset()
 
     @classmethod

@@ -41,7 +41,7 @@ class Forgetting(Extra):
     """The base of such caches: a subclass says where blocks are dropped, and which."""
 
     needs = frozenset([Fact.GENERATES, Fact.KV_ALONE, Fact.ONE_STAGE])
-    ends = frozenset([Fact.KV_ALONE])  # what was dropped is not in the tokens
+    ends = frozenset([Fact.KV_ALONE, Fact.ALL_KEYS])  # it keeps what it has dropped
     block_size: int
 
     # ------------------------------------------------------------ the rule
@@ -84,8 +84,6 @@ class Forgetting(Extra):
             raise ValueError("structured_outputs and thinking_token_budget force tokens, which may "
                              f"reach over a position at which {self.name} drops blocks: leave one "
                              "of them out")
-        if request.core.contents:
-            raise ValueError(f"{self.name} can't forget images: leave one of them out")
 
     def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]:
         return hits[:self.first_drop(seq) // self.block_size]

@@ -405,7 +405,7 @@ class Multimodal(Extra):
     """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
 
     Options = MultimodalOptions
-    needs = frozenset([Fact.GENERATES, Fact.ONE_STAGE])
+    needs = frozenset([Fact.GENERATES, Fact.ONE_STAGE, Fact.ALL_KEYS])
     ends = frozenset([Fact.GRAPHS])
 
     @property

@@ -33,6 +33,7 @@ OPTIONS = {
     "layers on disk": dict(layer_plan={"disk": 1}),
     "int8, int4": None, "quantised checkpoints": None, "LoRA": dict(enable_lora=True),
     "blocks in memory or a folder": dict(kv_offload_bytes=2 ** 22),
+    "caches that forget": None,
     "drafts from the text": dict(speculative_config=dict(
         method="ngram", num_speculative_tokens=3)),
     "drafts by a model": dict(speculative_config=dict(

@@ -183,7 +183,7 @@ def test_what_others_computed_in_full_is_not_found_behind_the_first_drop(checkpo
 @pytest.mark.parametrize("options, says", [
     (dict(extras=[AttentionSinks(window=18)], block_size=4), "window=18 must be a multiple of"),
     (dict(extras=[AttentionSinks()], speculative_config=dict(
-        method="ngram", num_speculative_tokens=2)), "AttentionSinks does not go together with dr"),
+        method="ngram", num_speculative_tokens=2)), "AttentionSinks: it needs that no key of a"),
     (dict(extras=[AttentionSinks()], kv_offload_bytes=2 ** 20),
      "kv_offload_bytes=1048576 does not go together with AttentionSinks"),
     (dict(extras=[AttentionSinks(), SnapKV()], kernels="torch"), "SnapKV does not go together"),
