@@ -21,6 +21,7 @@ from sampling_twins import kept_by_kernel, kept_by_twin, plain_draw
 
 from nanoserve import ops
 from nanoserve import triton_attention as kernels
+from nanoserve_extras.few_rows.few_rows_triton import product
 from nanoserve_extras.quantization.quantized_linear import round_groups, round_rows
 from nanoserve_extras.quantization.quantized_triton import TritonWeight
 from nanoserve_extras.recurrent import recurrent_triton
@@ -269,6 +270,30 @@ def test_each_expert_multiplies_its_own_rows(outputs, inputs, dtype, size):
             x.split(starts.diff().tolist()), dense, strict=True)])
         assert_near(got, exact, dtype)
         assert torch.equal(packed.grouped(x, starts.int()), got)
+
+
+# ------------------------------------------------- one to four rows, fused
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("outputs, inputs", [(4096, 1024), (1024, 3072), (6144, 4096), (100, 520)])
+def test_fused_products_of_few_rows(rows, outputs, inputs, dtype):
+    """Qwen3-0.6B's and 8B's: plain, behind a norm of a sum, with a gate; twice the same bits."""
+    x, residual = (random_tensor(rows, inputs, dtype=dtype, scale=i + 1) for i in range(2))
+    weight = random_tensor(outputs, inputs, dtype=dtype, scale=inputs ** -0.5)
+    gain = 1 + random_tensor(inputs, scale=0.1)
+    assert_near(product(x, weight)[0], x.double() @ weight.double().T, dtype)
+    total = x + residual
+    exact = total.double()
+    exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain.double()
+    exact = exact @ weight.double().T
+    got, stream = product(x, weight, None, residual, gain, 1e-6)
+    assert torch.equal(stream, total)
+    assert_near(got, exact, dtype)
+    gated, _ = product(x, weight, None, residual, gain, 1e-6, "silu")
+    assert_near(gated, ops.act_and_mul(exact, "silu"), dtype, factor=2)
+    assert torch.equal(gated, product(x, weight, None, residual, gain, 1e-6, "silu")[0])
 
 
 # ----------------------------------------------------------------- sampling
