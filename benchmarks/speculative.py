@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from nanoserve import LLM
 from nanoserve.config import SamplingParams
 from nanoserve.llm import BUNDLED_MODEL
-from nanoserve_extras.drafts.speculative import Speculation
+from nanoserve_extras.base.metrics import EngineMetrics
 
 PROMPT = "Once upon a time there was a king who"
 
 
-def counts_of(speculation: Speculation) -> tuple[int, int]:
+def counts_of(metrics: EngineMetrics) -> tuple[int, int]:
     """Drafts until now, and their accepted tokens."""
-    return speculation.num_drafts, sum(speculation.num_accepted)
+    return metrics.num_drafts, sum(metrics.num_accepted)
 
 
 def mean_length(before: tuple[int, int], after: tuple[int, int]) -> float:
@@ -92,12 +92,11 @@ class Run:
 
 
 def measure(llm, prompt: str, params: list[SamplingParams]) -> Run:
-    speculation = llm.extra(Speculation)
-    num_steps, counts = llm.metrics.num_steps, speculation and counts_of(speculation)
+    num_steps, counts = llm.metrics.num_steps, counts_of(llm.metrics)
     start, cpu_start = time.perf_counter(), time.process_time()
     outputs = llm.generate([prompt] * len(params), params, use_tqdm=False)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    length = mean_length(counts, counts_of(speculation)) if speculation else 1.0
+    length = mean_length(counts, counts_of(llm.metrics))
     return Run([output.outputs[0].token_ids for output in outputs],
                llm.metrics.num_steps - num_steps, length, seconds, cpu_seconds)
 

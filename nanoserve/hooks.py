@@ -36,10 +36,10 @@ class Extra:
 
     Options: the class of its options. name: how the user names it, for messages. needs, ends: facts
     that must be true with it, and facts that are untrue with it (nanoserve_extras/base/facts.py).
-    most_drafts: the most tokens that `draft` guesses for a row; 0 if it guesses none. interrupts:
-    with `order`, whether a waiting sequence preempts a running one that comes after it. All of
-    these are known before `prepare`. engine: a weak reference to the `LLMEngine`, which holds this
-    object; set before `attach`.
+    most_drafts: the most tokens that `draft` guesses for a row; every drafter must say it.
+    interrupts: with `order`, whether a waiting sequence preempts a running one that comes after it.
+    All of these are known before `prepare`. engine: a weak reference to the `LLMEngine`, which
+    holds this object; set before `attach`.
     """
 
     Options: type[Options] = Options
@@ -122,7 +122,8 @@ class Extra:
         """Return a list of up to `most` guesses of the next tokens; any more are ignored. -1 stands
         for a guess that `launching` will put into `step.drafts`. An answer of another kind ends the
         sequence's request. Called after `force`, for the same rows. An engine with such an extra
-        has no overlap: with overlap a row's newest token is not known yet."""
+        has no overlap: with overlap a row's newest token is not known yet. `Step.num_right` tells
+        in `updated` how many guesses were right."""
         return []
 
     def scheduled(self, step: Step) -> None:
@@ -173,8 +174,9 @@ NAMES = [name for name, method in vars(Extra).items()
 
 
 def checked(extras: Any, policy: str = "fcfs") -> list[Extra]:
-    """The extras as a list. Raises `ValueError` for anything else, for one that comes twice, and
-    for an order beside another one. policy: the option `scheduling_policy`."""
+    """The extras as a list. Raises `ValueError` for anything else, for one that comes twice, for a
+    drafter without `most_drafts`, and for an order beside another one. policy: the option
+    `scheduling_policy`."""
     kept: list[Extra] = []
     orders = [] if policy == "fcfs" else [f"scheduling_policy={policy!r}"]
     for extra in extras:
@@ -183,7 +185,11 @@ def checked(extras: Any, policy: str = "fcfs") -> list[Extra]:
         if extra in kept:
             raise ValueError(f"{extra.name} is there already: leave the second time out")
         kept.append(extra)
-        if Hooks([extra]).order:
+        own, most = Hooks([extra]), extra.most_drafts
+        if own.draft and not (isinstance(most, int) and most > 0):
+            raise ValueError(f"{extra.name} drafts, and its most_drafts is {most!r}: set it to the "
+                             "most tokens that it guesses for a row, for which buffers are made")
+        if own.order:
             orders.append(extra.name)
             if len(orders) > 1:
                 raise ValueError(f"{' and '.join(orders)} both say who goes first: leave one out")

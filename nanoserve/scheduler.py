@@ -326,6 +326,8 @@ class Scheduler:
                 continue
             for ask in [*self.hooks.force, *self.hooks.draft]:
                 if drafts := self._ask(ask, step, seq, most):
+                    if ask in self.hooks.force:
+                        step.forced.add(seq)
                     self.blocks.allocate(seq, num_known + len(drafts))
                     step.drafts[seq] = drafts
                     step.num_new_tokens[seq] += len(drafts)

@@ -172,6 +172,7 @@ class Step:
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
     sampling: list[Sequence] = field(default_factory=list)  # sequences that close their gap
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each adds one sample
+    forced: set[Sequence] = field(default_factory=set)  # their drafts are no guesses
     network: int = 0  # 0: the served model; 1: the network that drafts for it, greedily
     shift: int = 0  # 1: a position's input is the token after it
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
@@ -232,6 +233,11 @@ class Step:
             own = list(islice(samples, 1 + len(drafts)))
             result[seq] = accepted_tokens(own, drafts, seq.request.stop_ids)
         return result
+
+    def num_right(self, seq: Sequence) -> int:
+        """How many of the drafts of `seq` were right, once `accepted` is set."""
+        pairs = zip(self.accepted[seq], self.drafts[seq], strict=False)
+        return sum(token_id == draft for token_id, draft in pairs)  # none counts behind a wrong one
 
     def without_token(self, sampled: list[int | None]) -> list[Sequence]:
         """The sequences that got `NO_TOKEN`. One after a wrong draft does not count."""

@@ -3,7 +3,10 @@
 The oracle is transformers' text.
 """
 
+import os
+
 import pytest
+from clean_process import needs_extras
 from helpers import hand_over, take_away, watch_steps
 from small_engine import drain, drain_through, greedy, ids_of, make
 
@@ -94,6 +97,38 @@ def test_a_drafter_of_ones_own_is_asked_and_changes_no_text(qwen3, expected, cap
                 name: drafter.texts[tuple(prompt)] for name, prompt in PROMPTS.items()}
             assert errors == bool(fails_in)
         assert max(len(step.samples()) for step in steps) == 4 * (1 + 3)  # rows, with their drafts
+
+
+@needs_extras
+def test_guesses_of_ones_own_are_counted_as_any_others(qwen3, expected):
+    """By an oracle that knows the texts: every third guess is wrong. Of two prompts at once each
+    has its own numbers, too."""
+    drafter, told = Drafter(), []
+    prompts = [PROMPTS["b"], PROMPTS["d"]]
+    drafter.texts = {tuple(prompt): expected(prompt, 12) for prompt in prompts}
+    with make(qwen3, extras=[drafter]) as llm:
+        hand_over(llm, updated=lambda step, accepted: told.extend(
+            (accepted[seq], drafts) for seq, drafts in step.drafts.items()))
+        outs = llm.generate(prompts, greedy(12), use_tqdm=False)
+        numbers = {one.name: getattr(one, "value", None) or getattr(one, "values", None)
+                   for one in llm.get_metrics() if "spec_decode" in one.name}
+    right = [len(os.path.commonprefix(pair)) for pair in told]
+    assert numbers == {
+        "vllm:spec_decode_num_drafts": len(told),
+        "vllm:spec_decode_num_draft_tokens": sum(len(drafts) for _, drafts in told),
+        "vllm:spec_decode_num_accepted_tokens": sum(right),
+        "vllm:spec_decode_num_accepted_tokens_per_pos": [
+            sum(count > place for count in right) for place in range(3)]}
+    assert 0 < sum(right) == sum(out.metrics.num_accepted_tokens for out in outs)
+
+
+@pytest.mark.parametrize("most", [0, -1, None, 2.5])
+def test_a_drafter_says_for_how_many_tokens_there_must_be_buffers(qwen3, most):
+    """Without buffers overlap stays on, and with it nobody is asked."""
+    extra = Drafter()
+    extra.most_drafts = most
+    with pytest.raises(ValueError, match=f"Drafter drafts, and its most_drafts is {most}: set it"):
+        make(qwen3, async_scheduling=True, extras=[extra])
 
 
 class Wrong(Extra):

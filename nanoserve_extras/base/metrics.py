@@ -123,12 +123,16 @@ class EngineMetrics(Extra):
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self.num_queries = self.num_hits = 0  # tokens looked up in the prefix cache, and found
         self.num_preemptions = 0
+        self.num_drafts = self.num_draft_tokens = 0
+        self.num_accepted: list[int] = []  # by their place in a draft; empty if nobody drafts
         self.num_finished = dict.fromkeys(("stop", "length", "abort"), 0)
         self.histograms: dict[str, Distribution] = {}
 
     def attach(self, engine: Any) -> None:
-        """Whether prompts are looked up at all, and how long a request can be."""
+        """Whether prompts are looked up at all, how many tokens are guessed at most for a row, and
+        how long a request can be."""
         self.prefix_caching = engine.config.enable_prefix_caching
+        self.num_accepted = [0] * (engine.scheduler.most_drafts or 0)
         lengths = one_two_five(engine.config.max_model_len)
         self.histograms = {name: Distribution(limits or lengths)
                            for name, limits in HISTOGRAMS.items()}
@@ -175,6 +179,18 @@ class EngineMetrics(Extra):
             self.histograms["iteration_tokens_total"].observe(
                 num_new + self.num_prompt_tokens - before)
         self._observe_waits(accepted, num_new, now)
+        for seq, drafts in step.drafts.items():
+            if seq in accepted and seq not in step.forced:
+                self._count_drafts(open_[seq][0], len(drafts), step.num_right(seq))
+
+    def _count_drafts(self, stats: RequestStateStats, num_drafts: int, num_right: int) -> None:
+        """Whoever has guessed them, an extra of one's own too."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        stats.num_draft_tokens += num_drafts
+        stats.num_accepted_tokens += num_right
+        for place in range(num_right):
+            self.num_accepted[place] += 1
 
     def _observe_waits(self, accepted: dict[Sequence, list[int]], num_new: int, now: float) -> None:
         """Times between tokens, of all that have waited equally long at once. Mostly these are the
@@ -238,11 +254,16 @@ class EngineMetrics(Extra):
         counters = dict(prefix_cache_queries=self.num_queries, prefix_cache_hits=self.num_hits,
                         num_preemptions=self.num_preemptions, prompt_tokens=self.num_prompt_tokens,
                         generation_tokens=self.num_generation_tokens)
+        drafts = dict(num_drafts=self.num_drafts, num_draft_tokens=self.num_draft_tokens,
+                      num_accepted_tokens=sum(self.num_accepted)) if self.num_accepted else {}
+        vectors = dict(num_accepted_tokens_per_pos=self.num_accepted[:]) if drafts else {}
         return [*(Gauge(name(key), {}, float(value)) for key, value in gauges.items()),
                 *(Counter(name(key), {}, value) for key, value in counters.items()),
                 *(Counter(name("request_success"), {"finished_reason": reason}, count)
                   for reason, count in self.num_finished.items()),
-                *(one.read(name(key)) for key, one in self.histograms.items())]
+                *(one.read(name(key)) for key, one in self.histograms.items()),
+                *(Counter(name(f"spec_decode_{key}"), {}, n) for key, n in drafts.items()),
+                *(Vector(name(f"spec_decode_{key}"), {}, n) for key, n in vectors.items())]
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:

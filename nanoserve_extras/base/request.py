@@ -25,7 +25,7 @@ SALTED: WeakValueDictionary[tuple[CacheEntry | None, str], CacheEntry] = WeakVal
 class RequestStateStats:
     """When things happened to a request, and how much of it there was: `RequestOutput.metrics`.
 
-    The names are vLLM V1's, of its class of this name; the last four are ours. `arrival_time` is
+    The names are vLLM V1's, of its class of this name; the last six are ours. `arrival_time` is
     a wall clock's (`time.time`), the `_ts` are `time.monotonic`'s: 0.0 means "not yet". With n > 1
     a time is the first sample's to get there (`last_token_ts`: the last's); counts are of all.
     """
@@ -41,6 +41,8 @@ class RequestStateStats:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_samples: int = 1
+    num_draft_tokens: int = 0  # guessed: without those that a grammar forces
+    num_accepted_tokens: int = 0  # of them, those that were right
 
     def snapshot(self, sequences: list[Sequence]) -> "RequestStateStats":
         """As of now: a copy, because an output that was handed over changes no more."""

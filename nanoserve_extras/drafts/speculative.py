@@ -26,7 +26,6 @@ from nanoserve.engine import LLMEngine
 from nanoserve.hooks import Extra
 from nanoserve.progress import say
 from nanoserve.sequence import Sequence, Step
-from nanoserve_extras.base.metrics import Counter, Metric, Vector
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.words import in_words
 from nanoserve_extras.drafts.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser
@@ -40,11 +39,8 @@ GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "suffix": SuffixGue
 
 class Speculation(Extra):
     """What `LLM(speculative_config=...)` adds: the scheduler asks it for drafts, it fills them in
-    before a step is launched, and it counts the accepted ones.
-
-    Other extras may have proposed a draft, too (structured.py): then the guesser hears nothing of
-    how it fared.
-    """
+    before a step is launched, and tells the guesser how its drafts fared: others may come from a
+    grammar, or from another drafter."""
 
     Options = DraftOptions
 
@@ -72,8 +68,6 @@ class Speculation(Extra):
     def attach(self, engine: LLMEngine) -> None:
         asked = self.asked
         self.guesser = self.kind(asked, engine)
-        self.num_drafts = self.num_draft_tokens = 0
-        self.num_accepted = [0] * asked["num_speculative_tokens"]  # by their place in the draft
         self.guessed: set[Sequence] = set()  # they have the guesser's drafts in this step
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
@@ -87,32 +81,17 @@ class Speculation(Extra):
 
     def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
         self.guesser.updated(step)
-        for seq, drafts in step.drafts.items():
-            if seq not in accepted:
-                continue  # it was aborted meanwhile
-            num_right = 0
-            for token_id, draft in zip(accepted[seq], drafts, strict=False):
-                if token_id != draft:
-                    break
-                self.num_accepted[num_right] += 1
-                num_right += 1
-            self.num_drafts += 1
-            self.num_draft_tokens += len(drafts)
-            if seq in self.guessed:
-                self.guesser.checked(seq, num_right)
+        for seq in step.drafts:
+            if seq in self.guessed and seq in accepted:  # else it was aborted meanwhile
+                self.guesser.checked(seq, step.num_right(seq))
+        self.guessed.clear()
+
+    def dropped(self, step: Step) -> None:
         self.guessed.clear()
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
             self.guesser.forget(seq)
-
-    def metrics(self) -> list[Metric]:
-        """A snapshot in vLLM's names."""
-        counters = dict(num_drafts=self.num_drafts, num_draft_tokens=self.num_draft_tokens,
-                        num_accepted_tokens=sum(self.num_accepted))
-        name = "vllm:spec_decode_{}".format
-        return [*(Counter(name(key), {}, value) for key, value in counters.items()),
-                Vector(name("num_accepted_tokens_per_pos"), {}, self.num_accepted[:])]
 
 
 def _choose(asked: dict) -> type[Guesser]:

@@ -16,6 +16,7 @@ from nanoserve import LLM, SamplingParams
 # A page, the marker before its program, and the one before what that prints.
 PROGRAMS = [
     ("extras", "<!-- drafts -->", "<!-- printed by the speculative example -->"),
+    ("extras", "<!-- a drafter -->", "<!-- printed by the drafter -->"),
     ("extras", "<!-- structured -->", "<!-- printed by the structured example -->"),
     ("extras", "<!-- int8 -->", "<!-- printed by the int8 example -->"),
     ("extras", "<!-- adapters -->", "<!-- printed by the example of adapters -->"),

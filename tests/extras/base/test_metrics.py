@@ -9,6 +9,7 @@ from helpers import sequence
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.hooks import Extra
+from nanoserve.sequence import Step
 from nanoserve_extras.base.metrics import (
     STEP_TOKENS,
     Counter,
@@ -164,7 +165,8 @@ def test_a_second_sample_does_not_move_the_request(qwen3):
 def counted(max_model_len: int, **clocks) -> EngineMetrics:
     """Those of an engine that is none."""
     metrics = EngineMetrics(**clocks)
-    metrics.attach(SimpleNamespace(config=EngineConfig(model="none", max_model_len=max_model_len)))
+    metrics.attach(SimpleNamespace(config=EngineConfig(model="none", max_model_len=max_model_len),
+                                   scheduler=SimpleNamespace(most_drafts=None)))
     return metrics
 
 
@@ -179,7 +181,7 @@ def test_times_on_a_clock_that_is_set_by_hand():
                                       num_loaded={}))
     for tokens in ([7], [7], [7, 7, 7]):
         seq.token_ids += tokens
-        metrics.updated(None, {seq: tokens})
+        metrics.updated(Step(0), {seq: tokens})
     seq.finish_reason = "length"
     metrics.ended([seq])
     metrics.ended([seq])
@@ -205,7 +207,7 @@ def test_a_sequence_that_pauses_has_waited_since_its_own_last_token():
     for seq in (one, other):
         metrics.added(SimpleNamespace(sequences=[seq], stats=RequestStateStats()))
     for accepted in ([one, other], [one], [one], [one, other]):
-        metrics.updated(None, {seq: [7] for seq in accepted})
+        metrics.updated(Step(0), {seq: [7] for seq in accepted})
     waits = metrics.histograms["inter_token_latency_seconds"].read("")
     assert (waits.count, waits.sum) == (4, 1 + 1 + 1 + 3)
     assert (waits.buckets["1.0"], waits.buckets["2.5"], waits.buckets["5.0"]) == (3, 3, 4)

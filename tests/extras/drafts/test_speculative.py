@@ -151,7 +151,8 @@ def test_a_guesser_hears_of_its_own_drafts_alone():
     extra.attach(None)
     own, forced = sequence("1", [1]), sequence("2", [1])
     extra.draft(own, 2)
-    extra.updated(Step(0, drafts={own: [7, 8], forced: [5]}), {own: [7, 9], forced: [5, 6]})
+    step = Step(0, drafts={own: [7, 8], forced: [5]}, accepted={own: [7, 9], forced: [5, 6]})
+    extra.updated(step, step.accepted)
     assert told == [(own, 1)]
 
 
@@ -359,6 +360,8 @@ def test_metrics_in_vllms_names(engines):
     output, = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=30),
                            use_tqdm=False)
     numbers = count(llm)
+    assert output.metrics.num_draft_tokens == numbers["num_draft_tokens"]
+    assert output.metrics.num_accepted_tokens == numbers["num_accepted_tokens"]
     per_place = numbers.pop("num_accepted_tokens_per_pos")
     assert set(numbers) == {"num_drafts", "num_draft_tokens", "num_accepted_tokens"}
     assert sum(per_place) == numbers["num_accepted_tokens"] and len(per_place) == 5

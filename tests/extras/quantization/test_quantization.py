@@ -27,7 +27,6 @@ from packing import (
 from safetensors.torch import load_file, save_file
 
 from nanoserve import LLM
-from nanoserve_extras.drafts.speculative import Speculation
 from nanoserve_extras.quantization.formats import assemble, read_format
 
 
@@ -112,7 +111,7 @@ def test_a_draft_model_may_be_quantised(checkpoints, tmp_path):
         LLM(dense, **SMALL, speculative_config=drafts)
     with LLM(dense, **SMALL, speculative_config=drafts, quantization="dequantize") as llm:
         drafted = greedy(llm, 16)
-        assert llm.extra(Speculation).num_drafts
+        assert llm.metrics.num_drafts
     assert text_of(dense) == drafted
 
 

@@ -20,6 +20,7 @@ from grammars import (
     requests,
     start,
 )
+from helpers import watch_steps
 
 from nanoserve import SamplingParams
 from nanoserve_extras.structured.structured import Grammar, StructuredOutput
@@ -82,11 +83,15 @@ def test_every_mode_writes_the_naive_text(folder, expected, options):
     if options.get("speculative_config") == SMALL:
         options = options | dict(speculative_config=SMALL | dict(model=str(folder)))
     with start(folder, **options) as llm:
+        steps = watch_steps(llm)
         assert ask(llm) == expected
         if "speculative_config" in options:
-            [accepted] = [one.value for one in llm.get_metrics() if one.name.endswith(
-                "num_accepted_tokens")]
-            assert accepted > 20
+            right = {True: 0, False: 0}  # forced ones, and guesses
+            for step in steps:
+                for seq in step.drafts.keys() & step.accepted.keys():
+                    right[seq in step.forced] += step.num_right(seq)
+            assert right[True] > 10 and right[False] > 5
+            assert sum(llm.metrics.num_accepted) == right[False], "only guesses are counted"
         if options.get("num_gpu_blocks_override"):
             assert llm.metrics.num_preemptions
         assert not llm.extra(StructuredOutput).constraints, "who has ended is forgotten"
