@@ -40,6 +40,7 @@ from nanoserve import triton_attention as kernels
 from nanoserve import triton_fused as kernels_fused
 from nanoserve_extras.few_rows.few_rows_triton import product
 from nanoserve_extras.quantization.quantized_triton import TritonWeight
+from nanoserve_extras.quantization.quantized_words import WordWeight
 from nanoserve_extras.recurrent.recurrent_triton import delta_rule
 
 # The most shared memory that a program may have. By default the table is of the first three: A100,
@@ -127,7 +128,10 @@ def quantised_cases(dtype: torch.dtype) -> dict[str, Callable]:
             partial(multiply, dtype, rows, size, num_experts=num_experts)
             for size in (0, 32, 128) for whose, num_experts, rows in (
                 *(("", 0, rows) for rows in (16, 64, 65)),
-                *((" of experts", 128, rows) for rows in (16, 128 * 64)))}
+                *((" of experts", 128, rows) for rows in (16, 128 * 64)))} | {
+        f"{'4 bits, groups of 32' if size else 'int8'}, {rows} rows in words":
+            partial(multiply, dtype, rows, size, kind=WordWeight)
+        for size in (0, 32) for rows in (1, 4)}
 
 
 def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int = 0,
@@ -188,15 +192,14 @@ def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 
 
 
 def multiply(dtype: torch.dtype, num_rows: int, size: int, inputs: int = 2048,
-             num_experts: int = 0) -> None:
+             num_experts: int = 0, kind: type = TritonWeight) -> None:
     """size: inputs of a group of 4 bits, or 0 for int8. num_experts: 0 for one matrix."""
     x, bias = torch.zeros(num_rows, inputs, dtype=dtype), torch.zeros(64, dtype=dtype)
     if size:
-        weight = TritonWeight(torch.zeros(64, inputs // 2, dtype=torch.uint8),
-                              ints(64 * inputs // size).view(64, -1), size, inputs)
+        weight = kind(torch.zeros(64, inputs // 2, dtype=torch.uint8),
+                      ints(64 * inputs // size).view(64, -1), size, inputs)
     else:
-        weight = TritonWeight(torch.zeros(64, inputs, dtype=torch.int8), torch.zeros(64, 1), 0,
-                              inputs)
+        weight = kind(torch.zeros(64, inputs, dtype=torch.int8), torch.zeros(64, 1), 0, inputs)
     if num_experts:
         starts = torch.zeros(num_experts + 1, dtype=torch.int64)
         TritonWeight.stacked([weight] * num_experts).grouped(x, starts)

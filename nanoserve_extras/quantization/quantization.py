@@ -11,6 +11,7 @@ along depends on the engine's operators: `kind_of_weight`.
 Invariant: the choice is made, and what can't work is refused, before a weight is read.
 """
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -101,5 +102,6 @@ def kind_of_weight(kernels: str) -> type[TorchWeight | CpuWeight]:
     """The packed weights that go with the engine's operators."""
     if kernels == "triton":
         from nanoserve_extras.quantization.quantized_triton import TritonWeight  # imports triton
-        return TritonWeight
+        from nanoserve_extras.quantization.quantized_words import WordWeight
+        return WordWeight if os.environ.get("NANOSERVE_WORDS") == "1" else TritonWeight
     return CpuWeight if kernels == "cpu" else TorchWeight

@@ -146,7 +146,7 @@ def _numbers(memory, heads, start, is_output, inputs, stride, SIZE: tl.constexpr
         at, is_part = part // SIZE * WORDS, is_output & (part < inputs)
         word = tl.load(heads + at, is_part, 0)  # (N, parts)
         if heads.dtype.element_ty == tl.int32:
-            scale, minimum = _half(word), _half(word >> 16)
+            scale, minimum = half(word), half(word >> 16)
         elif WORDS == 2:
             scale, minimum = word, tl.load(heads + at + 1, is_part, 0)
         else:
@@ -157,7 +157,7 @@ def _numbers(memory, heads, start, is_output, inputs, stride, SIZE: tl.constexpr
 
 
 @triton.jit
-def _half(word):
+def half(word):
     """The number of float16 in the low half of a word."""
     return (word & 0xffff).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
