@@ -279,7 +279,8 @@ def read_experts(hf: Any) -> dict:
     num_layers = hf.num_hidden_layers
     if not hasattr(hf, "num_experts"):
         return dict(moe_layers=(False,) * num_layers)
-    every, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", ())
+    every = getattr(hf, "decoder_sparse_step", 1)
+    dense = getattr(hf, "mlp_only_layers", ())
     return dict(
         moe_layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers)),
         num_experts=hf.num_experts, num_experts_per_tok=hf.num_experts_per_tok,

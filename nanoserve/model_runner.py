@@ -66,8 +66,11 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
                  ranks: Ranks | None = None, parts: RankParts | None = None,
                  graph_class: type = CudaGraph):
-        self.config, self.model_config, self.folder = config, model_config, folder
-        self.ranks, self.parts = ranks or Ranks(), parts or RankParts()
+        self.config = config
+        self.model_config = model_config
+        self.folder = folder
+        self.ranks = ranks or Ranks()
+        self.parts = parts or RankParts()
         self.graph_class = graph_class
         local_rank = self.ranks.local_rank if self.ranks.size > 1 else None
         self.device = device.take_device(config.device, local_rank)
@@ -193,7 +196,8 @@ class ModelRunner:
                 f"a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: lower "
                 "kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"):
             self.kv_cache = self._new_caches(num_blocks, self.device)
-        num_rows, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        num_rows = config.max_num_seqs
+        num_tokens = config.max_num_batched_tokens
         with device.memory_for("what steps are written into: lower max_num_batched_tokens="
                                f"{num_tokens:,} or max_num_seqs={num_rows:,}"):
             self.builder = BatchBuilder(num_rows, num_tokens, max_model_len, config.block_size,
@@ -233,7 +237,8 @@ class ModelRunner:
             hidden, chosen = self.graphs.replay(batch)
         else:
             wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices)).long()
-            hidden, chosen = self.forward(batch, wanted), None
+            hidden = self.forward(batch, wanted)
+            chosen = None
         return self.finish(hidden, batch, step, chosen)
 
     def finish(self, hidden: torch.Tensor, batch: Batch, step: Step | None,

@@ -320,7 +320,8 @@ def activations(backend: Backend, shapes: Shapes) -> Results:
 
 
 def products(backend: Backend, shapes: Shapes) -> Results:
-    bias, packed = shapes.numbers(136), backend.prepack(shapes.numbers(136, shapes.hidden_size))
+    bias = shapes.numbers(136)
+    packed = backend.prepack(shapes.numbers(136, shapes.hidden_size))
     for rows in ROWS:
         x = shapes.numbers(rows, shapes.hidden_size)
         ids = torch.arange(rows, device=shapes.device).flip(0)
@@ -337,7 +338,8 @@ def mixtures(backend: Backend, shapes: Shapes) -> Results:
     down = backend.prepack(shapes.numbers(count, size, 72) / 8)
     for rows in ROWS:
         x = shapes.numbers(rows, size)
-        weights, ids = shapes.numbers(rows, count).float().softmax(-1).topk(min(count, 2))
+        scores = shapes.numbers(rows, count).float().softmax(-1)
+        weights, ids = scores.topk(min(count, 2))
         out = backend.experts(x, weights, ids, gate_up, down, 0, shapes.activation)
         yield f"experts of a batch of {rows}", out
 
@@ -376,7 +378,8 @@ def shares(backend: Backend, shapes: Shapes, rows: int) -> torch.Tensor:
     positions = torch.arange(rows, device=shapes.device)
     drawn = backend.sample_tokens(logits.to(shapes.dtype).repeat(rows, 1), temperature,
                                   positions * 7919, positions)
-    share, exact = torch.bincount(drawn, minlength=4) / rows, (logits / 2).softmax(-1)
+    share = torch.bincount(drawn, minlength=4) / rows
+    exact = (logits / 2).softmax(-1)
     return share if (share - exact).abs().max() > 0.1 else exact
 
 
@@ -415,19 +418,21 @@ class Crowd:
 
     def store(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         size = self.shapes.head_dim
-        frequencies = 1e4 ** (-torch.arange(0, size, 2, device=qkv.device) / size)
-        angles = (batch.positions[:, None] * frequencies).repeat(1, 2)
+        exponents = torch.arange(0, size, 2, device=qkv.device) / size
+        angles = (batch.positions[:, None] * 1e4 ** -exponents).repeat(1, 2)
         return self.backend.norm_rope_store(qkv, self.weight, self.weight, EPS, angles.cos(),
                                             angles.sin(), *self.caches, batch.slot_mapping)
 
 
 def batch_of(rows: list[tuple[int, int]], shapes: Shapes) -> Batch:
     """A batch of these rows. A row's blocks lie backwards in memory."""
-    step, end = Step(0), 0
+    step = Step(0)
+    num_blocks = 0
     for row, (query_len, seq_len) in enumerate(rows):
-        start, end = end, end + -(-seq_len // shapes.block_size)
-        seq = Sequence(CoreRequest(str(row), SamplingParams()), [0] * seq_len, row=row,
-                       block_table=[*range(start, end)][::-1])
+        blocks = range(num_blocks, num_blocks + -(-seq_len // shapes.block_size))
+        num_blocks = blocks.stop
+        request = CoreRequest(str(row), SamplingParams())
+        seq = Sequence(request, [0] * seq_len, row=row, block_table=[*reversed(blocks)])
         step.num_new_tokens[seq] = query_len
         step.starts.append(seq_len - query_len)
     lengths = [seq_len for _, seq_len in rows]
