@@ -299,7 +299,7 @@ class Ranks:
             if is_lost:
                 self.watch.wait_for_reason()
             self.fail(f"rank {self.rank} failed in what all ranks do together: {error}")
-            self.watch.give_up()
+            self.watch.end(0)
             if is_lost:
                 self.raise_if_broken()
             raise
@@ -319,7 +319,7 @@ class Ranks:
         if self.group is not self.control:
             end = self.group.shutdown if self.broken is None else self.group.abort
             end()
-        self.watch.close(self.broken is None)
+        self.watch.end(GRACE_SECONDS if self.broken is None else 0)
         self.fail("the engine was shut down")
         if self.threads_before is not None:
             torch.set_num_threads(self.threads_before)
@@ -329,7 +329,7 @@ class Ranks:
     def _say_stop(self) -> None:
         last_word = torch.full((HEAD,), STOP, dtype=torch.int32)
         options = _from_rank_0(timeout=timedelta(seconds=GRACE_SECONDS))  # a rank may hang
-        with suppress(ConnectionError):  # the others have ended, or `watch.close` ends them
+        with suppress(ConnectionError):  # the others have ended, or `watch.end` ends them
             self._run(self.control.broadcast, [last_word], options)
 
 
@@ -399,18 +399,12 @@ class Watch(threading.Thread):
         while self.ranks.broken is None and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def give_up(self) -> None:
-        """End the children, because this rank can't go on. Deaths are no longer reported."""
-        self.stopped.set()
-        kill(self.children)
-
-    def close(self, is_told: bool) -> None:
-        """The engine has ended: wait for the children, and kill those that don't exit. is_told:
-        whether they were told to end; otherwise they are killed at once."""
+    def end(self, grace: float) -> None:
+        """From here on deaths are not reported. The children have `grace` seconds to exit."""
         self.stopped.set()
         if self.is_alive() and threading.current_thread() is not self:  # a finalizer runs anywhere
             self.join()
-        deadline = time.monotonic() + GRACE_SECONDS * is_told
+        deadline = time.monotonic() + grace
         for child in self.children:
             with suppress(subprocess.TimeoutExpired), ctrl_c_held():  # as in `kill`
                 child.wait(max(0.0, deadline - time.monotonic()))

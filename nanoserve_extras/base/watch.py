@@ -112,6 +112,6 @@ class Heartbeats(Watch):
     def PATIENCE(self) -> float:
         return self.MAX_MISSED * self.BEAT + parallel.GRACE_SECONDS
 
-    def close(self, is_told: bool) -> None:
-        super().close(is_told)
+    def end(self, grace: float) -> None:
+        super().end(grace)
         self.store = None

@@ -22,8 +22,8 @@ def thread_ranks(size: int, make_ranks=Ranks) -> list[Ranks]:
         one.make_group = make_group
         one.control = make_group("host", one.rank, size)
         one.group = LikeNCCL(one.control)
-        one.watch = SimpleNamespace(stopped=threading.Event(), close=lambda is_told: None,
-                                    give_up=lambda: None, wait_for_reason=lambda: None)
+        one.watch = SimpleNamespace(stopped=threading.Event(), end=lambda grace: None,
+                                    wait_for_reason=lambda: None)
     in_threads(ranks, connect)
     return ranks
 

@@ -106,16 +106,16 @@ def interrupted_at(number, call):
     assert lines < number, "the interrupt was lost"
     return False
 
-for end in ("kill", "close"):
+for end in ("kill", "end"):
     number = 0
     again = True
     while again:
         number += 1
         child = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
         watch = Watch(Ranks(0, 2), [child])
-        if end == "close":
+        if end == "end":
             child.kill()
-        again = interrupted_at(number, {"close": lambda: watch.close(True),
+        again = interrupted_at(number, {"end": lambda: watch.end(5),
                                         "kill": lambda: kill([child])}[end])
         killer = threading.Thread(target=kill, args=([child],), daemon=True)
         killer.start()

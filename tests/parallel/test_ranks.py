@@ -93,11 +93,11 @@ def test_the_other_collectives():
 def test_an_error_among_all_is_the_last_thing_they_do():
     ranks = Ranks(0, 2)
     killed = []
-    ranks.watch = SimpleNamespace(give_up=lambda: killed.append(1),
+    ranks.watch = SimpleNamespace(end=lambda grace: killed.append(grace),
                                   wait_for_reason=lambda: setattr(ranks, "broken", "rank 1 died"))
     with pytest.raises(RuntimeError, match="rank 1 died.*make a new LLM"), ranks.together():
         raise ConnectionError("lost")
-    assert killed
+    assert killed == [0]
     with pytest.raises(RuntimeError, match="rank 1 died.*make a new LLM"), ranks.together():
         raise AssertionError("not reached")
     solo = Ranks()

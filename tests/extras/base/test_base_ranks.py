@@ -72,7 +72,7 @@ def test_all_ranks_get_rank_0s_bytes(posts):
 def test_what_all_do_together_is_done_when_it_has_ended():
     """A watch looks at these from another thread."""
     ranks = WatchedRanks(0, 2)
-    ranks.watch = SimpleNamespace(give_up=lambda: None)
+    ranks.watch = SimpleNamespace(end=lambda grace: None)
     for encloses in ranks.together, ranks.waiting:
         with encloses():
             ranks.number += 1

@@ -75,10 +75,10 @@ def test_a_rank_that_gives_up_tells_the_others(monkeypatch):
     first.start()
     second.start()
     first.ranks.fail("a step failed")
-    first.give_up()
+    first.end(0)
     wait_for(lambda: ended, "rank 1 notices")
     assert ended == [(1, "rank 0 died: it could not go on")]
-    second.close(True)
+    second.end(5)
 
 
 def test_a_heartbeat_under_way_is_over_when_the_engine_has_ended(monkeypatch):
@@ -98,7 +98,7 @@ def test_a_heartbeat_under_way_is_over_when_the_engine_has_ended(monkeypatch):
     watch = watch_of(WatchedRanks(0, 2), Store())
     watch.start()
     assert begun.wait(10)
-    watch.close(True)
+    watch.end(5)
     assert set(threading.enumerate()) <= before
 
 
