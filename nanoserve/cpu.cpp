@@ -140,8 +140,8 @@ template <class T> struct Plain {
 
 // Panels of int8, read as they are stored, for T that has two numbers a unit: rows are pairs of
 // int16 with a scale each, products are summed up as whole numbers, exactly, and scaled at the end.
-// A sum of LONGEST_WHOLE products stays below 2^31. To widen each tile first was slower than a
-// cache of bfloat16: docs/log. A row's units are neighbours, as the softmax makes rows.
+// A sum of LONGEST_WHOLE products stays below 2^31. Widening each tile first was slower than a
+// cache of bfloat16 (docs/log). A row's units are neighbours, as the softmax makes rows.
 constexpr long LONGEST_WHOLE = 512;  // numbers of a row
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(MATRIX_TILES)
 constexpr bool HAS_WHOLE = true;
@@ -664,7 +664,7 @@ template <class T> struct Attention {
     // scores (rows, 16 n) = q K^T. Meanwhile V is fetched, which is read next.
     void score(const Piece *pieces, long n, const Tiling &tiling, const uint32_t *packed,
                long q_units, const float *q_scales, float *scores) const {
-        // Nobody writes what fills a head up. On matrix tiles it is read, and is zero.
+        // A head's padding is never written. Matrix tiles read it: it is zero.
         const long units = ON_TILES<T> ? units_in<T>(head_dim) : ceil_div(head_dim, PER_UNIT<T>);
         for (long p = 0, width = tiling.panels; p < n; p += width) {
             while (p + width > n) width /= 2;
@@ -904,7 +904,7 @@ void decoder_layer(const Layer &layer, const Tokens &tokens, const T *hidden, co
 
 // ----------------------------------------------------------------- sampling
 
-// The first of the highest; -1 for a row whose highest is no number.
+// The first of the highest; -1 for a row whose highest is NaN or infinite.
 template <class T> void argmax(const T *logits, int64_t *out, long rows, long size) {
     share_out(rows, rows * size > 32768, [&](long row) {
         const T *x = logits + row * size;

@@ -68,13 +68,13 @@ class CudaGraph:
         # torch's own stream for recordings is on the GPU that was the first to record.
         self.stream = torch.cuda.Stream() if like is None else like.stream
         self.pool = torch.cuda.graph_pool_handle() if like is None else like.pool
-        self.output: torch.Tensor | None = None  # the same memory at every replay
+        self.output: torch.Tensor | None = None  # every replay writes to this memory
 
     @staticmethod
     def rehearse(function: Callable[[], object]) -> None:
         """Run what will be recorded. Raises `RuntimeError` with the name of an operator that waits
-        for the device. Other threads' operators may not wait meanwhile, either: torch has one
-        switch for all."""
+        for the device. Meanwhile other threads' operators must not wait, either: torch has one
+        switch for all threads."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -95,8 +95,8 @@ class CudaGraph:
                 raise
 
     def give_back(self) -> None:
-        """After a failure: end what torch believes to be still under way. Otherwise neither this
-        memory is ever freed, nor is torch's cache emptied when memory runs short."""
+        """After a failure: end the recording that torch believes to be running. Otherwise its
+        memory is never freed, and torch does not empty its cache when memory runs short."""
         with suppress(RuntimeError):
             self.graph.pool()  # it raises if torch has not ended the recording
             return
@@ -130,7 +130,7 @@ class DecodeGraphs:
 
     def __init__(self, sizes: list[Size], tables: torch.Tensor):
         self.sizes, self.tables = sizes, tables
-        # Of the layers, then of the choice; with several ranks also of a choice for greedy rows.
+        # One of the layers, one of the choice; with several ranks one for greedy rows, too.
         self.graphs: dict[Size, tuple[CudaGraph, ...]] = {}
         self.found: dict[tuple, Size | None] = {}  # see `size_for`
         self.seconds, self.memory = 0.0, 0  # the time and the bytes that recording took
@@ -209,7 +209,7 @@ class Recorder:
 
     @torch.inference_mode()
     def record_all(self) -> DecodeGraphs:
-        """Raises whatever ends a recording."""
+        """Record all sizes; an error that ends a recording is raised."""
         tables = torch.zeros(self.builder.tables.shape, dtype=torch.int32,
                              device=self.builder.device_buffer.device)
         graphs = DecodeGraphs(self.sizes(), tables)
@@ -239,7 +239,7 @@ class Recorder:
         """Bytes that are free on the GPU. Without one there is nothing to count."""
         if self.graph_class is not CudaGraph:
             return 0
-        torch.cuda.empty_cache()  # as each recording does: its gain must not count
+        torch.cuda.empty_cache()  # each recording does so, and its gain must not count
         return torch.cuda.mem_get_info()[0]
 
     def padding(self, size: Size) -> Step:
@@ -262,8 +262,8 @@ class Recorder:
         return graphs
 
     def run_once(self, batch: Batch, ways: list[Batch]) -> None:
-        """Run once without recording: kernels are compiled, libraries take memory, and most of what
-        can't be recorded is found out before a recording has begun."""
+        """Run once without recording: kernels are compiled, libraries take memory, and most
+        operators that can't be recorded are found before a recording begins."""
         def step() -> None:
             states = self.layers(batch)
             for way in ways:
@@ -300,7 +300,7 @@ def end_alike(ranks, failed: bool) -> None:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then every 16th, later every 64th, and the largest itself, whatever it is.
+    """1, 2, 4, 8, then every 16th, later every 64th, and always the largest itself.
 
     Padding costs little, because attention skips it and weights are read once anyway, while each
     recording takes time and memory. 20 recordings cover 256 sequences.
