@@ -135,7 +135,7 @@ def test_a_crowd_that_forgets_and_is_preempted_writes_what_the_mask_says(checkpo
 @pytest.mark.parametrize("name", ["sinks", "votes"])
 def test_lost_steps_forget_nothing_twice_and_count_no_vote_twice(checkpoints, name):
     """Every seventh step fails in its last layer. Those who vote are in several chunks."""
-    rule, asked = KINDS[name][0], prompts()
+    rule, asked = KINDS[name][0], prompts()[:5]
     expected = expected_texts(checkpoints["tiny"], asked, rule)
     extra = KINDS["sinks"][1]() if name == "sinks" else Counted(keep=8, observed=10)
     launches, extra.counted, num_lost, done = count(1), [], 0, {}
@@ -159,7 +159,7 @@ def test_lost_steps_forget_nothing_twice_and_count_no_vote_twice(checkpoints, na
         checkpoints["tiny"], dtype=torch.float32, attn_implementation="eager")
     for prompt, votes in extra.counted:
         torch.testing.assert_close(votes, votes_on(model, prompt), atol=1e-4, rtol=1e-4)
-    assert num_lost > 10 and len(extra.counted) == (name == "votes") * len(asked)
+    assert num_lost > 5 and len(extra.counted) == (name == "votes") * len(asked)
 
 
 @pytest.mark.parametrize("name", ["sinks", "votes"])
