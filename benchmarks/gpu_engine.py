@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks.gpu_report import MODES, ON_GPU, Report
+from benchmarks.gpu_report import MODES, ON_GPU, PUBLISHED, Report, wave_name
 from nanoserve import LLM, SamplingParams
 from nanoserve_extras.few_rows.few_rows import FewRows
 
@@ -208,8 +208,23 @@ def engine_of(report: Report, size: SimpleNamespace, name: str, sizes: dict) -> 
         report.measure(f"{name} throughput", 30, throughput, report, size, engine, sizes)
         report.measure(f"{name} one stream", 5, one_stream, report, size, engine, sizes)
         report.measure(f"{name} profile", 10, profile, report, size, engine)
+        for model, *workload, _, _ in PUBLISHED:
+            if ON_GPU and name == model:
+                report.measure(wave_name(name, *workload), 25, wave, size, engine, *workload)
     report.measure(f"{name} one stream, few rows fused", 25, fused_stream, report, size, sizes)
     return took
+
+
+def wave(size: SimpleNamespace, engine: LLM, count: int, into: int, out: int) -> dict:
+    """`count` requests of `into` tokens that make `out` each, all at once, as others measure it."""
+    rng = Random(count)
+    prompts = [[rng.randint(0, size.max_token_id) for _ in range(into)] for _ in range(count)]
+    engine.reset_prefix_cache()
+    start = time.perf_counter()
+    engine.generate(prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=out),
+                    use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return dict(output_tok_per_s=round(count * out / seconds, 1), seconds=round(seconds, 2))
 
 
 def fused_stream(report: Report, size: SimpleNamespace, sizes: dict) -> dict:

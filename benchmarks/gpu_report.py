@@ -263,6 +263,32 @@ def page_table(results: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+# What others publish for the same models: requests, tokens in and out of each, output tok/s, and
+# where. `gpu_engine.wave` runs the same.
+PUBLISHED = [
+    ("Qwen3-8B", 1, 128, 1024, 145.7, "vLLM 0.30, H100, bfloat16 (silybench-data, 2026-09-24)"),
+    ("Qwen3-8B", 64, 128, 1024, 6597, "the same"),
+    ("Qwen3-8B", 128, 128, 1024, 10301, "the same"),
+    ("Qwen3-8B", 256, 128, 1024, 13567, "the same"),
+    ("Qwen3-0.6B", 500, 512, 128, 12150, "vLLM 0.19, H100 (kvcached, issue 331)")]
+
+
+def wave_name(model: str, count: int, into: int, out: int) -> str:
+    return f"{model} {count} x {into} in, {out:,} out"
+
+
+def published_table(results: dict) -> str:
+    """The second table of docs/devices.md: what others publish, and ours where it was measured."""
+    lines = ["| model, requests x tokens in, out | published, output tok/s | by | nanoserve |",
+             "|---|---|---|---|"]
+    for *workload, figure, source in PUBLISHED:
+        name = wave_name(*workload)
+        result = results.get(name)
+        ours = NOT_MEASURED if failed(result) else f"{result['output_tok_per_s']:,.0f}"
+        lines.append(f"| {name} | {figure:,} | {source} | {ours} |")
+    return "\n".join(lines) + "\n"
+
+
 def summary(results: dict) -> str:
     """What went wrong, the best launches, and the table of docs/devices.md."""
     lines = ["", "=== summary"]
@@ -272,4 +298,4 @@ def summary(results: dict) -> str:
         lines += [f"{phase}, blocks of {row['block_size']}: {cell(row['launch'])} takes "
                   f"{row['time_of_ours']:.2f} of the committed launch's time"
                   + (" (it is that)" if row["ours"] else "") for row in found.get("best", ())]
-    return "\n".join([*lines, "", page_table(results)])
+    return "\n".join([*lines, "", page_table(results), published_table(results)])

@@ -25,11 +25,12 @@ def test_the_tables_are_what_was_measured():
 def test_a_gpus_figures_are_those_of_a_gpu():
     pytest.importorskip("triton")
     from benchmarks.gpu import RESULTS, page_table
+    from benchmarks.gpu_report import published_table
 
     page = read("docs/devices.md")
     results = json.loads(RESULTS.read_text())
     assert results["machine"]["device"] != "cpu", "a dry run is no measurement"
-    assert page_table(results) in page
+    assert page_table(results) in page and published_table(results) in page
     runs = [results[f"Qwen3-{model} throughput"] for model in ("0.6B", "8B")]
     for figure in [f"{run['output_tok_per_s']:,.0f}" for run in runs] + [
             f"{run['of_roofline']:.0%}" for run in runs]:
