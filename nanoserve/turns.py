@@ -147,6 +147,8 @@ class Turns:
     def _do_posted(self, own: Callable | None = None) -> None:
         """Do all posted work, unless a thread has a turn: the end of that turn does it. Raises the
         error of `own`, the caller's work, and prints the errors of other work."""
+        if not self.posted:  # as a rule; to hold Ctrl-C would take longer than to look
+            return
         own_error = None
         with ctrl_c_held():  # work that is taken off the queue must be done
             while self.posted and not self.holds and self.lock.acquire(blocking=False):
