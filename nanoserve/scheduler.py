@@ -317,24 +317,29 @@ class Scheduler:
         num_free = self.max_num_seqs - len(step.sampling)
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)
+            if start != num_known - 1 or num_known == seq.num_prompt_tokens:
+                continue  # it computes more than its newest token, or that one is not known yet
             room = (len(seq.block_table) + self.blocks.num_free_blocks) * self.blocks.block_size
             buffers = num_free if self.most_drafts is None else self.most_drafts
             most = min(step.budget, seq.request.max_num_tokens - 1 - num_known, room - num_known,
                        buffers)
-            is_decode = start == num_known - 1 and num_known > seq.num_prompt_tokens
-            if not is_decode or most <= 0:
-                continue
-            for ask in [*self.hooks.force, *self.hooks.draft]:
-                if drafts := self._ask(ask, step, seq, most):
-                    if ask in self.hooks.force:
-                        step.forced.add(seq)
-                    self.blocks.allocate(seq, num_known + len(drafts))
-                    step.drafts[seq] = drafts
-                    step.num_new_tokens[seq] += len(drafts)
-                    seq.num_inflight_tokens += len(drafts)
-                    step.budget -= len(drafts)
-                    num_free -= len(drafts)
-                    break  # the first extra that has drafts gives them
+            if most > 0:
+                num_free -= self._add_drafts_of(step, seq, most)
+
+    def _add_drafts_of(self, step: Step, seq: Sequence, most: int) -> int:
+        """Add up to `most` drafts of one row, of the first extra that has some. Returns how many.
+        """
+        for ask in [*self.hooks.force, *self.hooks.draft]:
+            if drafts := self._ask(ask, step, seq, most):
+                if ask in self.hooks.force:
+                    step.forced.add(seq)
+                self.blocks.allocate(seq, len(seq.token_ids) + len(drafts))
+                step.drafts[seq] = drafts
+                step.num_new_tokens[seq] += len(drafts)
+                seq.num_inflight_tokens += len(drafts)
+                step.budget -= len(drafts)
+                return len(drafts)
+        return 0
 
     def _ask(self, ask: Callable, step: Step, seq: Sequence, most: int) -> list[int]:
         """Up to `most` drafts from the hook `ask`. An invalid answer ends this sequence's request

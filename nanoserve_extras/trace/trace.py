@@ -38,7 +38,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
-from nanoserve.hooks import Extra
+from nanoserve.hooks import Extra, Hooks, checked
 from nanoserve.progress import say
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
@@ -46,6 +46,7 @@ from nanoserve_extras.base.command import named
 from nanoserve_extras.base.metrics import EngineMetrics
 from nanoserve_extras.base.request import RequestStateStats
 from nanoserve_extras.base.summary import duration, percentile, summary
+from nanoserve_extras.base.words import in_words
 from nanoserve_extras.engine_args import TraceOptions
 from nanoserve_extras.trace.reasons import explain, lost_blocks
 from nanoserve_extras.trace.recorder import Trace
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         arrivals.sort(key=lambda arrival: arrival.seconds)  # --request's arrive at 0
         policy, orders = args.policy, []
         if ":" in policy:
-            policy, orders = "fcfs", [named(policy)()]
+            policy, orders = "fcfs", [order_named(policy)]
         simulation = Simulation(arrivals, args.budget, args.blocks, args.block_size,
                                 args.max_num_seqs, args.step_ms / 1e3, args.token_us / 1e6,
                                 args.max_wait, policy)
@@ -103,6 +104,15 @@ def main(argv: list[str] | None = None) -> None:
             f"{args.budget}: who writes takes one token of each step")
     print(shown)
     simulation.close()
+
+
+def order_named(name: str) -> Extra:
+    """An extra with an order. name: MODULE:CLASS. Raises `ValueError`."""
+    with in_words(f"--policy {name}"):
+        [extra] = checked([named(name)()])
+        if not Hooks([extra]).order:
+            raise ValueError("it has no method order")
+        return extra
 
 
 def at_least(kind: type, least: int) -> Callable[[str], float]:
