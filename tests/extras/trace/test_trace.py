@@ -135,9 +135,9 @@ def test_many_requests_have_a_summary_and_no_table(tmp_path):
 
 
 @pytest.mark.parametrize("args, says", [
-    (["--policy", "no.module:X"], "No module named 'no'"),
-    (["--policy", "nanoserve.hooks:Extra"], "it has no method order"),
-    (["--policy", "nanoserve.hooks:checked"], "checked.. missing 1"),
+    ("--policy no.module:X", "No module named 'no'"),
+    ("--policy nanoserve.hooks:Extra", "it has no method order"),
+    ("--policy nanoserve.hooks:checked", "missing 1 required"),
     ("--request 50:1", "raise --blocks"), ("--html no/such/folder.html", "no/such"),
     ("--csv no-such-file.csv", "no-such-file"), ("--budget 0", "--budget: .* at least 1, got '0'"),
     ("--blocks 1.5", "--blocks: .* whole"), ("--step-ms nan", "--step-ms: must be a number"),
