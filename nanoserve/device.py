@@ -296,20 +296,6 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-LARGE_PAGE, SLAB = 2 ** 21, 2 ** 25  # bytes: of a large page, and that small weights share
-
-
-def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Zeroed memory of a CPU, in large pages where the system has them: for what is read in every
-    step. The system finds and zeroes a page when it is first touched, so a KV cache costs what its
-    used blocks take. device: "meta" for a tensor that has a size and no memory."""
-    size = torch.empty(shape, dtype=dtype, device="meta").nbytes
-    if torch.device(device).type == "meta" or not size:
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory, first = mapped(size)
-    return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=first).view(shape)
-
-
 @contextmanager
 def full_float32() -> Iterator[None]:
     """Within, products and convolutions of float32 keep all their digits, for comparisons. On a GPU
@@ -336,6 +322,20 @@ def full_float32() -> Iterator[None]:
             restore()
         for kind, precision in zip(kinds, before, strict=True):
             kind.fp32_precision = precision
+
+
+LARGE_PAGE, SLAB = 2 ** 21, 2 ** 25  # bytes: of a large page, and that small weights share
+
+
+def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Zeroed memory of a CPU, in large pages where the system has them: for what is read in every
+    step. The system finds and zeroes a page when it is first touched, so a KV cache costs what its
+    used blocks take. device: "meta" for a tensor that has a size and no memory."""
+    size = torch.empty(shape, dtype=dtype, device="meta").nbytes
+    if torch.device(device).type == "meta" or not size:
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory, first = mapped(size)
+    return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=first).view(shape)
 
 
 class Slabs:

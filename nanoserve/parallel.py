@@ -171,7 +171,7 @@ class Ranks:
         """The sum over all ranks, in place, on every rank."""
         if self.size > 1:
             assert x.is_contiguous(), "gloo would add what lies between the numbers of a view"
-            self._run(self.group.allreduce, [x], _options(dist.AllreduceOptions))
+            self._run(self.group.allreduce, [x], options_of(dist.AllreduceOptions))
         return x
 
     def gather(self, x: torch.Tensor, total: int) -> torch.Tensor | None:
@@ -183,7 +183,7 @@ class Ranks:
         x = F.pad(x, (0, widest - x.shape[1])).contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         self._run(self.group.gather, [parts] if parts else [], [x],
-                  _options(dist.GatherOptions, rootRank=0))
+                  options_of(dist.GatherOptions))
         if self.rank:
             return None
         sizes = [self.share(total, rank).size for rank in range(self.size)]
@@ -192,13 +192,13 @@ class Ranks:
     def broadcast(self, x: torch.Tensor) -> None:
         """Copy rank 0's numbers to all ranks, from device to device."""
         if self.size > 1:
-            self._run(self.group.broadcast, [x], _from_rank_0())
+            self._run(self.group.broadcast, [x], options_of(dist.BroadcastOptions))
 
     def broadcast_host(self, x: torch.Tensor) -> None:
         """As `broadcast`, from host to host. Idle ranks wait here, because waiting in NCCL would
         keep their GPUs busy."""
         if self.size > 1:
-            self._run(self.control.broadcast, [x], _from_rank_0())
+            self._run(self.control.broadcast, [x], options_of(dist.BroadcastOptions))
 
     def broadcast_message(self, message: torch.Tensor) -> None:
         """Copy rank 0's message into the other ranks' buffers. These don't know its length before
@@ -220,9 +220,9 @@ class Ranks:
         if self.size == 1:
             return value
         tensor = torch.tensor([value])
-        options = _options(dist.AllreduceOptions, reduceOp=dist.ReduceOp.MIN)
+        smallest = options_of(dist.AllreduceOptions, reduceOp=dist.ReduceOp.MIN)
         with self.together():
-            self._run(self.control.allreduce, [tensor], options)
+            self._run(self.control.allreduce, [tensor], smallest)
         return int(tensor)
 
     def _run(self, collective: Callable, *args) -> None:
@@ -328,18 +328,16 @@ class Ranks:
 
     def _say_stop(self) -> None:
         last_word = torch.full((HEAD,), STOP, dtype=torch.int32)
-        options = _from_rank_0(timeout=timedelta(seconds=GRACE_SECONDS))  # a rank may hang
+        timeout = timedelta(seconds=GRACE_SECONDS)  # a rank may hang
         with suppress(ConnectionError):  # the others have ended, or `watch.end` ends them
-            self._run(self.control.broadcast, [last_word], options)
+            self._run(self.control.broadcast, [last_word],
+                      options_of(dist.BroadcastOptions, timeout=timeout))
 
 
-def _from_rank_0(**values) -> dist.BroadcastOptions:
-    return _options(dist.BroadcastOptions, rootRank=0, rootTensor=0, **values)
-
-
-def _options(kind: type, **values):
+def options_of(kind: type, **values):
     """Options with which a collective runs on the current stream, behind the kernels there, and is
-    recorded in a graph. NCCL would otherwise use a stream of its own."""
+    recorded in a graph. NCCL would otherwise use a stream of its own. Its root is rank 0 unless
+    `values` say otherwise."""
     options = kind()
     options.asyncOp = False
     for name, value in values.items():

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from nanoserve.parallel import Ranks
+from nanoserve.parallel import Ranks, options_of
 from nanoserve_extras.base.watch import Heartbeats
 
 TAGS = 2 ** 16  # gloo's numbers of messages; far more than are ever on their way
@@ -57,10 +57,7 @@ class WatchedRanks(Ranks):
     def broadcast_host(self, x: torch.Tensor) -> None:
         if self.posts and self.rank == 0:
             x = x.clone()  # the caller may write to its own at once
-            options = dist.BroadcastOptions()
-            options.rootRank = options.rootTensor = 0
-            options.asyncOp = False
-            self.post(x, self.control.broadcast, [x], options)
+            self.post(x, self.control.broadcast, [x], options_of(dist.BroadcastOptions))
         else:
             super().broadcast_host(x)
         self.number += 1
