@@ -902,6 +902,23 @@ void decoder_layer(const Layer &layer, const Tokens &tokens, const T *hidden, co
         add_rms_norm<T>(last, nullptr, layer.answer_norm, layer.eps, out, sum, rows, size);
 }
 
+// Some layers, one behind the other. wanted: of the last one.
+template <class T>
+void decoder_layers(const Layer *const *layers, const Tokens *const *tokens, long num_layers,
+                    const T *hidden, const T *residual, const int64_t *wanted, long rows, T *out,
+                    T *stream) {
+    for (long i = 0; i < num_layers; i++) {
+        const long count = tokens[i]->count, size = layers[i]->size;
+        const int turn = int(i % 2);  // what a layer writes is not what it reads
+        const bool is_last = i == num_layers - 1;
+        T *next = is_last ? out : scratch<T>(16 + turn, count * size);
+        T *next_stream = is_last ? stream : scratch<T>(18 + turn, count * size);
+        decoder_layer(*layers[i], *tokens[i], hidden, residual, is_last ? wanted : nullptr,
+                      is_last ? rows : count, next, next_stream);
+        hidden = next, residual = next_stream;
+    }
+}
+
 // ----------------------------------------------------------------- sampling
 
 // The first of the highest; -1 for a row whose highest is NaN or infinite.
@@ -1031,7 +1048,7 @@ void sample_tokens(const T *logits, const float *temperature, const int64_t *see
 extern "C" const char *const multiplies[] = {NAME, HAS_TILES ? tiles::NAME : NAME_OF_BFLOAT16};
 extern "C" const void *const products[] = BOTH(multiply_by);
 extern "C" const void *const mixtures[] = BOTH(mixture);
-extern "C" const void *const layers[] = BOTH(decoder_layer);
+extern "C" const void *const layers[] = BOTH(decoder_layers);
 extern "C" const Function functions[] = {
     FUNCTION(prepack, T weight[count outputs inputs], i32 packed[count panels units _lanes]),
     FUNCTION(product, T x[rows inputs], panels weight[outputs inputs], T? bias[outputs] ->

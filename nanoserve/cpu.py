@@ -188,7 +188,7 @@ Layer = record(
 Tokens = record("Tokens", pointers="cos sin slots tables seq_lens starts",
                 numbers="count rows width")
 LAYERS = dict(zip(DTYPES, map(
-    ctypes.CFUNCTYPE(None, ctypes.POINTER(Layer), ctypes.POINTER(Tokens),
+    ctypes.CFUNCTYPE(None, *[ctypes.POINTER(ctypes.c_void_p)] * 2, ctypes.c_long,
                      *[ctypes.c_void_p] * 3, ctypes.c_long, *[ctypes.c_void_p] * 2),
     (ctypes.c_void_p * len(DTYPES)).in_dll(COMPILED, "layers")), strict=True))
 MIXTURES = dict(zip(DTYPES, map(
@@ -256,7 +256,8 @@ class FusedLayer:
 
     def suits(self, layer: nn.Module, hidden: torch.Tensor, wanted: torch.Tensor | None) -> bool:
         """Whether this step of the layer can be one call."""
-        if len(hidden) > MOST_TOKENS or (wanted is not None and len(wanted) > len(hidden)):
+        is_large = len(hidden) > MOST_TOKENS or (wanted is not None and len(wanted) > len(hidden))
+        if is_large or hidden.dtype != self.dtype:
             return False
         if not self.is_as_it_was():
             self.write_down(layer)
@@ -324,27 +325,63 @@ class FusedLayer:
     def __call__(self, layer: nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None,
                  cos_sin: tuple, kv: tuple, batch: Batch, wanted: torch.Tensor | None,
                  ) -> tuple[torch.Tensor, torch.Tensor]:
-        made, (k, v) = self.record, kv
-        if made.k != k.data_ptr() or made.v != v.data_ptr():
-            self.write_cache(k, v)
-        tokens = batch.prepared.get(id(cos_sin[0]))
-        if tokens is None:
-            tokens = tokens_of(batch, *cos_sin, made.head_dim, made.block_size)
-        count, size = tokens.count, made.size
-        rows = count if wanted is None else len(wanted)
-        out, stream = hidden.new_empty(rows, size), hidden.new_empty(rows, size)
-        LAYERS[self.dtype](
-            made, tokens, address(hidden, self.dtype, count, size),
-            None if residual is None else address(residual, self.dtype, count, size),
-            None if wanted is None else address(wanted, torch.int64, rows), rows,
-            out.data_ptr(), stream.data_ptr())
+        out, stream = call_layers([self.place(kv)], [self.tokens(batch, cos_sin)], hidden, residual,
+                                  wanted)
         return (layer.mlp(out) if self.is_mixture else out), stream
+
+    def place(self, kv: tuple[torch.Tensor, torch.Tensor]) -> int:
+        """The record's address; this cache is the one that it names then."""
+        k, v = kv
+        if self.record.k != k.data_ptr() or self.record.v != v.data_ptr():
+            self.write_cache(k, v)
+        return ctypes.addressof(self.record)
+
+    def tokens(self, batch: Batch, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> int:
+        """The address of what all layers of a step read. It is checked once for a batch."""
+        made = batch.prepared.get(id(cos_sin[0]))
+        if made is None:
+            made = tokens_of(batch, *cos_sin, self.record.head_dim, self.record.block_size)
+            batch.prepared[id(cos_sin[0])] = made, cos_sin
+        else:
+            made, _ = made
+        return ctypes.addressof(made)
 
     def write_cache(self, k: torch.Tensor, v: torch.Tensor) -> None:
         made, (_, made.block_size, _, made.stored) = self.record, k.shape
         shape = len(k), made.block_size, made.kv_heads, stored(made.head_dim, k.dtype)
         kind = k.dtype if k.dtype == torch.int8 else self.dtype
         made.k, made.v = address(k, kind, *shape), address(v, kind, *shape)
+
+
+def run_layers(calls: list[tuple], hidden: torch.Tensor,
+               batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The layers of a decoder in one call. calls: each layer with cos and sin, keys and values, and
+    the tokens that are wanted behind it. None where a layer has to run by itself."""
+    records, tokens = [], []
+    for layer, cos_sin, kv, wanted in calls:
+        one = layer.one_call
+        is_watched = layer._forward_hooks or layer._forward_pre_hooks
+        if is_watched or not one.suits(layer, hidden, wanted) or one.is_mixture:
+            return None
+        records.append(one.place(kv))
+        tokens.append(one.tokens(batch, cos_sin))
+    return call_layers(records, tokens, hidden, None, wanted) if calls else None
+
+
+def call_layers(records: list[int], tokens: list[int], hidden: torch.Tensor,
+                residual: torch.Tensor | None, wanted: torch.Tensor | None,
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+    """records, tokens: addresses, of each layer. wanted: of the last one. As `DecoderLayer`."""
+    array = ctypes.c_void_p * len(records)
+    size, count = Layer.from_address(records[0]).size, Tokens.from_address(tokens[0]).count
+    rows = count if wanted is None else len(wanted)
+    out, stream = hidden.new_empty(rows, size), hidden.new_empty(rows, size)
+    LAYERS[hidden.dtype](
+        array(*records), array(*tokens), len(records), address(hidden, hidden.dtype, count, size),
+        None if residual is None else address(residual, hidden.dtype, count, size),
+        None if wanted is None else address(wanted, torch.int64, rows), rows,
+        out.data_ptr(), stream.data_ptr())
+    return out, stream
 
 
 def fit_together(made: ctypes.Structure, is_mixture: bool) -> bool:
@@ -359,19 +396,15 @@ def fit_together(made: ctypes.Structure, is_mixture: bool) -> bool:
 
 def tokens_of(batch: Batch, cos: torch.Tensor, sin: torch.Tensor, head_dim: int,
               block_size: int) -> ctypes.Structure:
-    """What all layers of a step read, checked once. Kept as long as the batch."""
     count, (rows, width) = batch.num_tokens, batch.block_tables.shape
     check_lengths(batch, count, block_size)
-    made = Tokens(
+    return Tokens(
         address(cos, torch.float32, count, head_dim),
         address(sin, torch.float32, count, head_dim),
         address(batch.slot_mapping, torch.int32, count),
         address(batch.block_tables, torch.int32, rows, width),
         address(batch.seq_lens, torch.int32, rows),
         address(batch.cu_seqlens_q, torch.int32, rows + 1), count, rows, width)
-    made.kept = cos, sin
-    batch.prepared[id(cos)] = made
-    return made
 
 
 def address(x: torch.Tensor, dtype: torch.dtype, *shape: int) -> int:

@@ -64,6 +64,8 @@ class Decoder(nn.Module):
         layer = on.layer or DecoderLayer
         self.layers = nn.ModuleList(
             layer(config, i, on) if i in self.here else nn.Identity() for i in everything)
+        # A backend may run all layers in one call, with the same bits.
+        self.run_layers = getattr(on.ops, "run_layers", None)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
         self.lm_head = None
         if not tied:
@@ -98,11 +100,15 @@ class Decoder(nn.Module):
         cos_sin = local_cos_sin = self.rotary(positions)
         if self.rotary_local is not self.rotary:
             local_cos_sin = self.rotary_local(positions)
-        last = len(self.layers) - 1
+        layers, windows, calls = [*self.layers], self.config.windows, []
         for kv, i in zip(kv_cache, self.here, strict=False):  # a draft network's caches may follow
-            angles = cos_sin if self.config.windows[i] is None else local_cos_sin
-            hidden, residual = self.layers[i](hidden, residual, angles, kv, batch,
-                                              wanted if i == last else None)
+            angles = cos_sin if windows[i] is None else local_cos_sin
+            calls.append((layers[i], angles, kv, wanted if i == len(layers) - 1 else None))
+        stream = None if self.run_layers is None else self.run_layers(calls, hidden, batch)
+        if stream is not None:
+            return stream
+        for layer, angles, kv, wanted_here in calls:
+            hidden, residual = layer(hidden, residual, angles, kv, batch, wanted_here)
         return hidden, residual
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -141,7 +147,7 @@ class DecoderLayer(nn.Module):
         self.pre_feedforward_layernorm = norm() if config.post_norms else None
         self.mlp = (MoE if config.moe_layers[index] else MLP)(config, on)
         self.post_feedforward_layernorm = norm() if config.post_norms else None
-        # A backend may have all of `forward` in one call, with the same bits.
+        # Or one layer, where something in between has to run in Python.
         fused = getattr(on.ops, "FusedLayer", None)
         self.one_call = None if fused is None else fused(on.dtype)
 

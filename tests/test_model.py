@@ -75,11 +75,17 @@ def test_a_layer_in_one_call_has_the_bits_of_its_steps(checkpoints, monkeypatch,
         return [hidden.clone(), *(tensor.clone() for tensor in chain(*cache))]
 
     calls = []
-    monkeypatch.setattr(cpu.FusedLayer, "__call__", lambda *args, call=cpu.FusedLayer.__call__: (
-        calls.append(1) or call(*args)))
+    monkeypatch.setattr(cpu, "call_layers", lambda records, *rest, call=cpu.call_layers: (
+        calls.append(len(records)) or call(records, *rest)))
     for wanted in (None, [18, 0, 1, 0], []):
         whole, calls[:] = run(wanted), []
-        assert all(map(torch.equal, whole, run(wanted))) and len(calls) == len(model.layers)
+        assert all(map(torch.equal, whole, run(wanted))) and sum(calls) == len(model.layers)
+        assert len(calls) == (len(model.layers) if name == "mixtral" else 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "run_layers", None)
+            calls.clear()
+            by_layers = run(wanted)
+        assert all(map(torch.equal, whole, by_layers)) and len(calls) == len(model.layers)
         with monkeypatch.context() as patch:
             patch.setattr(cpu, "MOST_TOKENS", len(batch.input_ids) - 1)
             calls.clear()
