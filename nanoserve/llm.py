@@ -120,15 +120,13 @@ class LLM(LLMEngine):
     def plan(self, config: EngineConfig, folder: Path, extras: list[hooks.Extra]) -> Plan:
         """Load the tokenizer, let each extra add its parts, and test the backend's functions on
         this machine: those that fail are replaced."""
-        num_drafts = max((extra.most_drafts for extra in extras), default=0)
-        if num_drafts and config.async_scheduling:
-            progress.say("overlap is off: drafts follow tokens that the host must have seen")
-            config = replace(config, async_scheduling=False)
-        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
-            self.tokenizer_folder(config, folder), optional=config.load_format == "dummy",
-            trust_remote_code=config.trust_remote_code)
+        self.tokenizer = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(
+                self.tokenizer_folder(config, folder), optional=config.load_format == "dummy",
+                trust_remote_code=config.trust_remote_code)
         plan = self.make_plan(config, self.model_config, folder, self.tokenizer, self.make_inputs,
-                              self.make_parts(num_drafts=num_drafts))
+                              self.make_parts())
         for extra in extras:
             plan = extra.prepare(plan)
         names, lines = self_test.failing_functions(plan.config, self.model_config)

@@ -80,6 +80,7 @@ class Drafter(Extra):
         return [token + ((done + i) % 3 == 2) for i, token in enumerate(rest)]
 
 
+@needs_extras
 def test_a_drafter_of_ones_own_is_asked_and_changes_no_text(qwen3, expected, capsys):
     """With overlap it was never asked: no row's last token is known when a step is planned. With
     all rows taken each has its drafts: buffers are made for them."""
@@ -138,6 +139,7 @@ class Wrong(Extra):
         return self.answers.get(seq.request.request_id, [])
 
 
+@needs_extras
 def test_a_wrong_draft_ends_its_request_alone(qwen3, expected):
     """In words that name the drafter. `None` was a TypeError without its name, and an id beyond the
     vocabulary an error of the embedding: both ended all requests."""

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -95,6 +96,15 @@ class LLM(plain.LLM):
             overlap = True
         return super().settle(replace(asked, async_scheduling=overlap,
                                       enforce_eager=asked.enforce_eager or not has_graphs))
+
+    def plan(self, config: EngineConfig, folder: Path, extras: list[Extra]) -> Plan:
+        """Without overlap where an extra drafts, and with buffers for its drafts."""
+        num_drafts = max((extra.most_drafts for extra in extras), default=0)
+        if num_drafts and config.async_scheduling:
+            say("overlap is off: drafts follow tokens that the host must have seen")
+            config = replace(config, async_scheduling=False)
+        self.make_parts = partial(Parts, num_drafts=num_drafts)
+        return super().plan(config, folder, extras)
 
     def greeting(self, plan: Plan, num_blocks: int) -> str:
         made_of = plan, self.config, self.runner, num_blocks
