@@ -144,8 +144,7 @@ class LLMEngine:
         or ended; with `output_kind` FINAL_ONLY only for those that ended."""
         with self.turns:
             self.advance()
-            with self.turns.interruptible():
-                pass  # Ctrl-C is raised now, while the outputs are still in the inbox
+            self.turns.deliver_ctrl_c()  # now, while the outputs are still in the inbox
             outputs, self.inbox[:] = self.inbox[:], []  # the list object stays: requests have it
             return outputs
 

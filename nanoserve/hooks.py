@@ -121,9 +121,9 @@ class Extra:
     def draft(self, seq: Sequence, most: int) -> list[int]:
         """Return a list of up to `most` guesses of the next tokens; any more are ignored. -1 stands
         for a guess that `launching` will put into `step.drafts`. An answer of another kind ends the
-        sequence's request. Called after `force`, for the same rows. The extras' `LLM` has no overlap
-        with such an extra: with it a row's newest token is not known yet. `Step.num_right` tells in
-        `updated` how many guesses were right."""
+        sequence's request. Called after `force`, for the same rows. With such an extra the extras'
+        `LLM` has no overlap, in which a row's newest token is not known yet. `Step.num_right` tells
+        in `updated` how many guesses were right."""
         return []
 
     def scheduled(self, step: Step) -> None:

@@ -40,16 +40,22 @@ class Options:
 
 def check_fields(record: Any) -> None:
     """Check each field by its rule, and keep what the rule returns. Raises `ValueError`."""
-    for one in fields(record):
-        kind: Any = one.type
-        value = getattr(record, one.name)
-        if value is None and type(None) in get_args(kind):
+    kind: Any = type(record)
+    for name, rule, may_be_none in rules_of(kind):
+        value = getattr(record, name)
+        if value is None and may_be_none:
             continue
-        kept = checked(one.name, rule_of(kind), value)
-        object.__setattr__(record, one.name, kept)  # setattr refuses: an `EngineConfig` is frozen
+        kept = checked(name, rule, value)
+        object.__setattr__(record, name, kept)  # setattr refuses: an `EngineConfig` is frozen
 
 
 @cache
+def rules_of(record_class: Any) -> list[tuple[str, Rule, bool]]:
+    """The name of each field, its rule, and whether `None` passes."""
+    return [(one.name, rule_of(one.type), type(None) in get_args(one.type))
+            for one in fields(record_class)]
+
+
 def rule_of(kind: Any) -> Rule:
     """The rule in a field's type: `Count` and `Count | None` have the same."""
     for part in (kind, *get_args(kind)):

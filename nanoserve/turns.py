@@ -129,6 +129,13 @@ class Turns:
         finally:
             hold.end()
 
+    def deliver_ctrl_c(self) -> None:
+        """In the middle of a turn: raise `KeyboardInterrupt` now if Ctrl-C was noted."""
+        hold = self.holds[0]
+        if hold is not None and hold.noted:
+            hold.end()
+            hold.begin()
+
     def interruptible(self) -> "Interruptible":
         """In the middle of a turn: a `with` block in which Ctrl-C is not held. If Ctrl-C was noted
         before, it is delivered when the block begins."""
