@@ -95,9 +95,8 @@ DRAFTS = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))
 
 @pytest.mark.parametrize(("given", "options"), [
     (ForAll, dict(num_gpu_blocks_override=8, async_scheduling=True)), (ForAll, DRAFTS),
-    (ForAll, dict(tensor_parallel_size=2)), (ForEach, DRAFTS), (f"{__name__}:Plain", DRAFTS)])
-def test_classes_of_vllms_kinds_serve_the_requests_that_ask(qwen3, expected, ranks_in_threads,
-                                                            given, options):
+    (ForEach, DRAFTS), (f"{__name__}:Plain", DRAFTS)])
+def test_classes_of_vllms_kinds_serve_the_requests_that_ask(qwen3, expected, given, options):
     """A sequence's text is that of the function, whatever is beside it, preempted, guessed, lost.
     A request without `extra_args` has its plain text."""
     plain, own = expected
