@@ -27,7 +27,7 @@ NAMES |= {"PoolerConfig": "pooling.pooler", "StructuredOutputsParams": "structur
           "SamplingParams": "base.sampling_params",
           "TextPrompt": "base.inputs", "TokensPrompt": "base.inputs"}
 
-# `nanoserve COMMAND`: the module with its `main`, its arguments, and what the list says of it.
+# `nanoserve COMMAND`: the module with its `main`, its arguments, and its line in the list.
 COMMANDS = {
     "serve": ("server.cli", "[MODEL]", "an HTTP server with OpenAI's endpoints"),
     "chat": ("tools.chat", "[MODEL]", "talk to a model, here or on a server"),
@@ -38,7 +38,7 @@ COMMANDS = {
                 "a GGUF file becomes a folder that this engine serves"),
 }
 
-# Methods of `LLM`: the class that has each, and how an engine comes to have one.
+# Methods of `LLM`: the class that implements each, and the option that adds this class.
 METHODS = dict.fromkeys(("encode", "embed", "classify", "score"), (
     "pooling.pooling.Pooling", "runner='pooling', not runner='generate'"))
 METHODS |= dict.fromkeys(("update_weights", "sleep", "wake_up"), ("new_weights.NewWeights", ""))
@@ -46,13 +46,13 @@ METHODS |= {"deploy": ("layer_plan.layer_plan.LayerPlan", "layer_plan={'disk': 0
 
 
 def find(path: str) -> Any:
-    """What stands in a module of this package, "lora.lora.LoRA" say."""
+    """Import an object of this package by its path, for example "lora.lora.LoRA"."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(f"nanoserve_extras.{module}"), name)
 
 
 def method_of(llm: Any, name: str) -> Callable:
-    """A method of METHODS, for this engine."""
+    """Return the method of METHODS with this name, bound to this engine."""
     path, option = METHODS[name]
     if (extra := llm.extra(find(path))) is not None:
         method = getattr(extra, name)
@@ -61,7 +61,7 @@ def method_of(llm: Any, name: str) -> Callable:
         def called(*args, **options):
             return method(*args, **options)
 
-        called.engine = llm  # an extra holds it weakly: LLM(...).embed("a") would lose it
+        called.engine = llm  # the extra has a weak reference only: keeps LLM(...).embed("a") alive
         return called
 
     def missing(*args, **options):
@@ -71,12 +71,12 @@ def method_of(llm: Any, name: str) -> Callable:
 
 
 def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any, list]:
-    """Options and checkpoint become extras.
+    """Make the extras that the options and the checkpoint need.
 
-    args: an `EngineArgs`. given: extras that were handed over. Returns the engine's own options,
+    args: an `EngineArgs`. given: extras that the user passed. Returns the engine's own options,
     the checkpoint's `ModelConfig`, and all extras in the order in which they are prepared and
     called. Raises `ValueError` for a checkpoint that can't be read, and for an option that would
-    change nothing, because its extra was handed over with another value.
+    have no effect, because the user passed its extra with another value.
     """
     from nanoserve_extras.base.engine_config import EngineConfig
     from nanoserve_extras.base.facts import Fact
@@ -116,14 +116,15 @@ def choose(args: Any, folder: Any, given: Iterable[Any] = ()) -> tuple[Any, Any,
                 if value not in (getattr(one.options, name), getattr(kind.Options(), name)):
                     raise ValueError(f"{name}={value!r} stands beside extras=[...], in which is "
                                      f"{kind.__name__}: give it to that one")
-    # What was handed over stands where its option puts it: some ask what was prepared before them.
+    # An extra that the user passed comes at its option's place in the order: some extras read what
+    # earlier ones have prepared.
     places = {f"{__name__}.{path}": i for i, path in enumerate(chosen)}
     return args.part(EngineConfig), model_config, network + sorted(extras + given, key=lambda one: (
         places.get(f"{type(one).__module__}.{type(one).__qualname__}", len(places))))
 
 
 def read_model(args: Any, folder: Any) -> tuple[Any, Any, list]:
-    """The options, the checkpoint's config, and the extra that makes its network, if one does."""
+    """The options, the checkpoint's config, and the extra that builds its network, if any."""
     from nanoserve_extras.base.config_files import ModelConfig
 
     known = args.model_impl == "nanoserve" or ModelConfig.is_known(folder, args.hf_overrides)

@@ -2,7 +2,7 @@
 
 Prints the tables of docs/extras.md, section "What goes with what". A feature goes with a kind of
 model, or with another feature, unless one needs a fact that the other ends (base/facts.py). No
-model is read: a kind of model is the facts that are untrue of it.
+model is read: a kind of model is given by the facts that do not hold for it.
 """
 
 from string import ascii_lowercase
@@ -67,7 +67,7 @@ KINDS: dict[str, list[Part]] = {
 
 
 def missing(feature: Part, others: list[Part]) -> Fact | None:
-    """The first fact for which the feature does not go with all of these; None if it does."""
+    """The first fact that keeps the feature from working with all of these; None if it works."""
     for other in others:
         is_same = type(other) is type(feature) and not isinstance(other, Asked)
         if not is_same and clash(feature, other) is not None:
@@ -80,7 +80,7 @@ LETTER = dict(zip(Fact, ascii_lowercase, strict=False))
 
 
 def table(rows: dict[str, Part], columns: dict[str, list[Part]]) -> list[str]:
-    """In Markdown. A letter is the missing fact."""
+    """A table in Markdown. A letter in a cell names the missing fact."""
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for name, feature in rows.items():
         cells = [missing(feature, others) for others in columns.values()]
@@ -90,7 +90,8 @@ def table(rows: dict[str, Part], columns: dict[str, list[Part]]) -> list[str]:
 
 
 def refused_pairs() -> list[str]:
-    """In Markdown: each feature with the later ones that it does not go with, and the letters."""
+    """A table in Markdown: for each feature the later ones that it can't be combined with, and the
+    letters of the missing facts."""
     lines = ["| feature | does not go with |", "|---|---|"]
     names = list(FEATURES)
     for i, name in enumerate(names):

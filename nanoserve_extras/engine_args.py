@@ -34,7 +34,7 @@ Record = TypeVar("Record", bound=Options)
 
 
 def check_parts(record: Options, whole: str, *parts: str) -> None:
-    """Options that have no effect without another one, the whole, must then have their defaults."""
+    """Raises `ValueError` if an option of `parts` is set while `whole`, which it needs, is not."""
     for name in parts:
         value = getattr(record, name)
         if value != getattr(type(record), name) and not getattr(record, whole):
@@ -44,8 +44,8 @@ def check_parts(record: Options, whole: str, *parts: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignOptions(Options):
-    """Whose network runs a checkpoint. model_impl: "auto" is nanoserve's own network if it has one,
-    else transformers'."""
+    """Which implementation runs a checkpoint. model_impl: "auto" is nanoserve's own decoder if it
+    supports the architecture, else transformers."""
 
     model_impl: Annotated[str, choice("auto", "nanoserve", "transformers")] = "auto"
 
@@ -53,7 +53,7 @@ class ForeignOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class QuantizationOptions(Options):
     """How weights are stored in memory. quantization: "int8" and "int4" round any checkpoint;
-    "dequantize" restores the numbers of a quantised one, which is also what `None` does."""
+    "dequantize" restores the weights of a quantised one, as `None` does, too."""
 
     quantization: Annotated[str, Rule(
         "dequantize, int8 or int4 (a quantised checkpoint's format, fp8 say, is in its "
@@ -62,16 +62,16 @@ class QuantizationOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentOptions(Options):
-    """How much memory copies of recurrent states take. snapshot_bytes: for states behind cached
-    blocks. `None`: a share of the KV cache's memory."""
+    """How much memory copies of recurrent states take. snapshot_bytes: memory for the states at the
+    ends of cached blocks; `None` is a share of the KV cache's memory."""
 
     snapshot_bytes: Size | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAOptions(Options):
-    """How many adapters there may be at a time, and of which size. max_loras: adapters in memory at
-    the same time. max_lora_rank: the largest rank of one."""
+    """How many adapters are in memory, and how large. max_loras: the number of adapters in memory
+    at the same time. max_lora_rank: the largest rank of an adapter."""
 
     enable_lora: Flag = False
     max_loras: Count = 1
@@ -84,8 +84,9 @@ class LoRAOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingOptions(Options):
-    """Whether a model pools, and how. runner: "auto" is what the checkpoint was made for. convert:
-    what a generator becomes that pools. pooler_config: a `PoolerConfig`, or a dict of its fields.
+    """Whether a model pools, and how. runner: "auto" follows the checkpoint's purpose. convert: the
+    kind of pooling model that a generator becomes. pooler_config: a `PoolerConfig`, or a dict of
+    its fields.
     """
 
     runner: Annotated[str, choice("auto", "generate", "pooling")] = "auto"
@@ -93,7 +94,7 @@ class PoolingOptions(Options):
     pooler_config: Anything = None
 
     def check_generates(self) -> None:
-        """Raises `ValueError` for what has no effect on a generator."""
+        """Raises `ValueError` for an option that has no effect on a generator."""
         for name, default in (("convert", "auto"), ("pooler_config", None)):
             if (value := getattr(self, name)) != default:
                 raise ValueError(f"{name}={value!r} has no effect on a generator: add "
@@ -102,9 +103,9 @@ class PoolingOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlanOptions(Options):
-    """Where the layers are. layer_plan: a list has how many layers each stage has, a dict how many
-    are on disk. max_wait: seconds in which a server gathers prompts, so that layers are read once
-    for all of them."""
+    """Where the layers are. layer_plan: a list gives the number of layers of each stage, a dict the
+    number of layers on disk. max_wait: seconds for which a server gathers prompts, so that each
+    layer is read once for all of them."""
 
     layer_plan: Annotated[dict | list, instance(
         (dict, list), "how many layers each rank has, as [12, 16], or those that stay on disk, as "
@@ -117,7 +118,7 @@ class LayerPlanOptions(Options):
 
 
 def keep_limits(limits: Any) -> dict[str, int] | None:
-    """As vLLM's. `None` where a prompt may have none."""
+    """Check the limits, in vLLM's form. Returns `None` if prompts may have no images or sounds."""
     only_if(isinstance(limits, dict), limits)
     keep = rule_of(Size).keep
     kept = {kind: keep(most) for kind, most in limits.items() if keep(most)}
@@ -127,8 +128,8 @@ def keep_limits(limits: Any) -> dict[str, int] | None:
 @dataclass(frozen=True, kw_only=True)
 class MultimodalOptions(Options):
     """How many images and sounds a prompt may have. limit_mm_per_prompt: `None` for prompts of text
-    alone. mm_processor_kwargs: laid over what the folder's files say. encoder_cache_tokens: the
-    size of the cache of what the tower made."""
+    alone. mm_processor_kwargs: override the settings in the model's folder. encoder_cache_tokens:
+    the size of the cache of encoded images and sounds."""
 
     limit_mm_per_prompt: Annotated[dict, Rule(
         "a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have "
@@ -145,17 +146,17 @@ class MultimodalOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(Options):
-    """Who guesses tokens, and how many. speculative_config: the method, `num_speculative_tokens`,
-    and what the method takes beside them (docs/extras.md)."""
+    """How tokens are drafted, and how many. speculative_config: the method,
+    `num_speculative_tokens`, and the method's own options (docs/extras.md)."""
 
     speculative_config: Annotated[dict, instance(
         dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")] | None = None
 
 
 def keep_processor(given: Any) -> Any:
-    """A function or a class, itself or by its name."""
+    """A function or a class, given as an object or by its name."""
     if isinstance(given, str):
-        from nanoserve_extras.base.command import named  # here: it knows all commands
+        from nanoserve_extras.base.command import named  # late: that module knows all commands
         given = named(given)
     is_vllms = hasattr(given, "new_req_logits_processor") or hasattr(given, "update_state")
     return given if is_vllms else keep_function(given)
@@ -163,8 +164,8 @@ def keep_processor(given: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsProcessorOptions(Options):
-    """What edits the logits of all requests. logits_processors: functions and classes as those of
-    `SamplingParams`, vLLM's classes, or their names."""
+    """Logits processors for all requests. logits_processors: functions and classes as in
+    `SamplingParams`, vLLM's classes, or the names of any of these."""
 
     logits_processors: Annotated[list, list_of(
         keep_processor, "a list of functions f(token_ids, logits), of classes, or of MODULE:NAME")
@@ -172,15 +173,15 @@ class LogitsProcessorOptions(Options):
 
 
 def keep_path(path: Any) -> str | Path:
-    """That of a folder, which need not exist."""
+    """Check the path of a folder, which need not exist."""
     return only_if(isinstance(path, (str, Path)) and bool(str(path).strip()), path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStoreOptions(Options):
-    """How much memory and disk blocks may take that the KV cache evicts. kv_offload_bytes: host
-    memory for blocks. kv_store: a folder for them, in which they outlive the engine.
-    kv_store_bytes: the most that is in this folder."""
+    """Host memory and disk for blocks that the KV cache evicts. kv_offload_bytes: host memory for
+    blocks. kv_store: a folder in which blocks outlive the engine. kv_store_bytes: the limit on the
+    folder's size."""
 
     kv_offload_bytes: Size = 0
     kv_store: Annotated[str, Rule("the path of a folder", keep_path)] | None = None
@@ -192,7 +193,7 @@ class BlockStoreOptions(Options):
 
 
 def keep_new_file(path: Any) -> str | Path:
-    """A file that need not exist, in a folder that does."""
+    """Check the path of a file, which need not exist, in a folder, which must."""
     is_one = isinstance(path, (str, Path)) and Path(path).suffix in (".html", ".json")
     return only_if(is_one and Path(path).parent.is_dir(), path)
 
@@ -208,7 +209,7 @@ class TraceOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTextOptions(Options):
-    """What special tokens in messages are. split_special_tokens: plain text, and no tokens."""
+    """How special tokens in messages are read. split_special_tokens: as plain text."""
 
     split_special_tokens: Flag = False
 
@@ -222,5 +223,5 @@ class EngineArgs(PlainTextOptions, TraceOptions, BlockStoreOptions, LogitsProces
     """Checked as its parts are: raises `ValueError`, naming the field and the remedy."""
 
     def part(self, record: type[Record]) -> Record:
-        """The fields that another record has, too: `args.part(EngineConfig)`."""
+        """The fields that belong to one record, for example `args.part(EngineConfig)`."""
         return record(**{one.name: getattr(self, one.name) for one in fields(record)})

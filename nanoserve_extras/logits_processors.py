@@ -11,9 +11,9 @@ Each sequence gets an object of its own:
     LogitsProcessor           an object of the class; its batch is this one sequence, in row 0
 
 Invariant: a sequence's text does not depend on other sequences, on drafts or lost steps, because
-the engine copies these objects as it copies any others. Known limits: the variables of a closure
-can't be copied, so a state belongs to an object; and vLLM's processors that never change the
-likeliest token come first here like all others, not after the temperature.
+the engine copies these objects as it copies those of `SamplingParams`. Known limits: the variables
+of a closure can't be copied, so state must be kept in an object; and processors that never change
+the argmax run before the temperature, where vLLM runs them after it.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class LogitsProcessor:
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise `ValueError` for a request that it can't serve."""
+        """Raise `ValueError` for a request that this processor can't serve."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         pass
@@ -70,7 +70,7 @@ class LogitsProcessor:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Take note of rows that have come. None: there are none, but outputs have grown."""
+        """Note the rows that were added. None: no row was added, but outputs have grown."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -85,8 +85,9 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
 def process_dict_updates(entries: dict[int, Any], update: BatchUpdate | None,
                          new_state: Callable) -> bool:
-    """Keep `entries`, row -> state, up to date. new_state: of (params, prompt, output); None for a
-    row that needs none. Returns whether anything may have changed."""
+    """Keep `entries`, row -> state, up to date. new_state: a function of (params, prompt, output)
+    that returns a row's state, or None if it needs none. Returns whether anything may have
+    changed."""
     for row, *request in [] if update is None else update.added:
         state = new_state(*request)
         entries.pop(row, None)
@@ -99,14 +100,15 @@ def process_dict_updates(entries: dict[int, Any], update: BatchUpdate | None,
 
 
 class Ids(list[int]):
-    """Token ids. A deep copy is quick, because numbers need none."""
+    """Token ids, whose deep copy is quick, because numbers need not be copied."""
 
     def __deepcopy__(self, memo: dict) -> "Ids":
         return Ids(self)
 
 
 class Adapted:
-    """What a vLLM adapter has made for one sequence: takes the output, or prompt and output."""
+    """The function that a vLLM adapter made for one sequence. It takes the output, or the prompt
+    and the output."""
 
     def __init__(self, make: Callable, params: SamplingParams, prompt: list[int]):
         self.function, self.prompt = make(params), Ids(prompt)
@@ -135,7 +137,8 @@ class BatchOfOne:
 
 
 class LogitsProcessors(Extra):
-    """What `LLM(logits_processors=[...])` adds: to each request, in front of its own."""
+    """The extra behind `LLM(logits_processors=[...])`: puts these processors in front of each
+    request's own."""
 
     Options = LogitsProcessorOptions
     name = "logits_processors=[...]"
@@ -143,10 +146,10 @@ class LogitsProcessors(Extra):
     takes = ("extra_args",)
 
     def attach(self, engine: LLMEngine) -> None:
-        """Make vLLM's objects, which get the config and the device."""
+        """Make the objects of vLLM's classes, which take the config and the device."""
         device = engine.runner.device
         given = engine.config, device, device.type == "cuda"
-        self.entries = []  # of each an object to be asked for functions, or what needs no asking
+        self.entries = []  # objects of vLLM's classes; other functions and classes as given
         for one in self.options.logits_processors or ():
             if is_vllms(one):
                 with in_words(f"logits_processors: {one.__name__}"):
@@ -155,8 +158,8 @@ class LogitsProcessors(Extra):
         self.given = given
 
     def check(self, request: Request) -> None:
-        """Add this request's functions and classes. Raises `ValueError` where a class of vLLM's
-        does not like the parameters."""
+        """Add this request's functions and classes. Raises `ValueError` if a vLLM class refuses the
+        parameters."""
         params, prompt = request.params, request.prompt_token_ids
         added = []
         for one in self.entries:
@@ -176,6 +179,6 @@ class LogitsProcessors(Extra):
 
 
 def is_vllms(kind: Any) -> bool:
-    """Whether it is a class of one of vLLM's two kinds, with any base class."""
+    """Whether `kind` is a class of one of vLLM's two kinds, whatever its base class is."""
     return isinstance(kind, type) and (hasattr(kind, "new_req_logits_processor")
                                        or hasattr(kind, "update_state"))

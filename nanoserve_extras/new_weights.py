@@ -1,28 +1,28 @@
-"""New weights in a running engine, and an engine that sleeps: for those who train and sample.
+"""New weights in a running engine, and an engine that sleeps: for reinforcement learning.
 
-A step of reinforcement learning samples texts, trains on them, and samples again with weights that
-are a little different. A new engine for each step would read a checkpoint each time; here the same
-engine gets the trainer's tensors, and the trainer its memory meanwhile:
+A step of reinforcement learning samples texts, trains on them, and samples again with slightly
+different weights. A new engine for each step would read a checkpoint each time. Here one engine is
+kept: it takes the trainer's tensors, and frees its memory while the trainer runs:
 
     generate ── sleep(2) ── train ── update_weights(model.state_dict()) ── wake_up() ── generate
                 weights and          tensor by tensor, on all ranks        the KV cache
                 KV cache go
 
-In an update the old network goes first, since packed weights can't be written in place and there
-may be no room for two; then the ordinary loader makes a new one. A trial against a network without
-memory comes before that: so what is wrong with the names and shapes of a folder, a dict or a list
-is an error that changes nothing. In a sleep each tensor that a network reaches stays in its place
-and loses its memory. Its bytes wait in host memory, and come back as they were, whatever they came
-from and however they are packed. On a CPU that is where they are: there sleep(1) gives back the KV
-cache alone, and sleep(2) with a later `update_weights(folder)` the weights, too.
+An update deletes the old network first, since packed weights can't be written in place and two
+networks may not fit in memory; then the ordinary loader makes a new one. Before that the tensors
+are tried on a network without memory (torch's meta device), so a wrong name or shape in a folder, a
+dict or a list raises an error and changes nothing. In a sleep all tensors of a network keep their
+Python objects and lose their storage. The bytes are kept in host memory and restored exactly,
+whatever their format. On a CPU they are in host memory already: there sleep(1) frees the KV cache
+alone, and sleep(2) with a later `update_weights(folder)` frees the weights, too.
 
 Invariants: no text is ever computed from two sets of weights, so whatever was computed from the old
-ones is forgotten: the prefix cache and what extras keep (`Extra.reset`). All ranks see all tensors
-to the last one, whatever fails on one of them. An engine without its weights, or without its KV
-cache, refuses requests with a sentence (elsewhere it wrote garbage: TRL #4571).
+ones is forgotten: the prefix cache and what extras keep (`Extra.reset`). If one rank fails, all
+ranks still receive all tensors, so that they stay in step. An engine without its weights or without
+its KV cache refuses requests with an error (other engines have generated garbage: TRL #4571).
 
-Known limit: an update leaves a draft network as it is. Memory that both processes map would tie the
-trainer's layout to ours.
+Known limits: an update leaves a draft network as it is. Tensors are copied: memory shared with the
+trainer would tie its layout to ours.
 """
 
 import gc
@@ -51,10 +51,10 @@ from nanoserve_extras.base.vllm import takes_vllms_words
 from nanoserve_extras.base.weight_files import stored_tensors
 from nanoserve_extras.block_store.block_store import BlockStore
 
-CALL = -3  # in the place of a step's first length: one of the following comes next
+CALL = -3  # stands for a step's first length; one of the following numbers comes next
 UPDATE, SLEEP, WAKE = range(3)
-GIVEN = Path("update_weights()")  # said in the place of a file
-# What two folders of one network may differ in. A text's end is settled when the engine is made.
+GIVEN = Path("update_weights()")  # stands for the file in errors
+# Fields in which two folders of one network may differ. EOS tokens are set when the engine is made.
 FREE = ("architecture", "dtype", "eos_token_ids", "generation_defaults", "quantization")
 PARTS = ("weights", "kv_cache")  # vLLM's tags
 NO_WEIGHTS = ("this engine has no weights: they were given back by sleep(level=2), or "
@@ -72,17 +72,16 @@ class NewWeights(Extra):
 
     def attach(self, engine: LLMEngine) -> None:
         self.folder: Path | None = engine.runner.folder  # None: the weights are a trainer's tensors
-        self.gone: set[str] = set()  # those of `PARTS` that were given back
-        self.are_lost = False  # no weights, and nothing to bring them back from
+        self.gone: set[str] = set()  # members of `PARTS` that were freed
+        self.are_lost = False  # no weights, and no copy to restore them from
 
     def update_weights(self, weights: Weights) -> None:
-        """Put other weights in the place of the present ones, on all ranks.
+        """Replace the weights, on all ranks.
 
         weights: a folder, a hub id or a GGUF file, a dict (`model.state_dict()`) or an iterable of
-        (name, tensor), with the names of the checkpoint or of a wrapping around it. All of the
-        network's tensors must come, each once. Raises `ValueError` before anything changes for what
-        is wrong with the names and shapes of a folder, a dict or a list, and `RuntimeError` while
-        requests run.
+        (name, tensor), with the names of the checkpoint or of a wrapping around it. It must hold
+        all of the network's tensors, each once. Raises `ValueError`, before anything changes, for
+        wrong names and shapes in a folder, a dict or a list, and `RuntimeError` while requests run.
         After any other error (an iterator that breaks) the engine has no weights, and refuses
         requests until an update succeeds.
         """
@@ -102,36 +101,39 @@ class NewWeights(Extra):
 
     @takes_vllms_words("sleep()", "call")
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`: the KV cache, which is forgotten, and the weights.
-        level 1: they wait in host memory (on a CPU where they are), and `wake_up` brings them back.
-        level 2: they are lost, and only `update_weights` brings others. Raises `RuntimeError` while
-        requests run. After another error (no memory) `wake_up` brings back what was there."""
+        """Free the memory of the KV cache, which is forgotten, and of the weights until `wake_up`.
+
+        level 1: the weights are kept in host memory, and `wake_up` restores them. On a CPU they
+        stay where they are. level 2: the weights are dropped, and `update_weights` must bring new
+        ones. Raises `RuntimeError` while requests run. After another error (no memory) `wake_up`
+        restores the former state."""
         if level not in (1, 2):
             raise ValueError(f"sleep(level={level!r}): choose 1, or 2 to lose the weights, too")
         with self.engine.turns:
             runner = self.idle_runner("sleep()")
             self.engine.scheduler.blocks.reset_prefix_cache()
-            for extra in self.engine.extras:  # a second place keeps blocks that stay right
+            for extra in self.engine.extras:  # a block store keeps its blocks, which stay valid
                 extra.leave_cache() if isinstance(extra, BlockStore) else extra.reset()
             self.gone.update(PARTS)
             self.are_lost = self.are_lost or level == 2
             call(runner, SLEEP, level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take memory again, and weights after `sleep(level=1)`. tags: "weights", "kv_cache", or
-        both. Raises `ValueError` for others."""
+        """Allocate memory again, and restore the weights after `sleep(level=1)`. tags: "weights",
+        "kv_cache", or both. Raises `ValueError` for others."""
         if not set(tags or PARTS).issubset(PARTS):
             raise ValueError(f"wake_up(tags={tags!r}): choose of {', '.join(PARTS)}")
         with self.engine.turns:
             self.engine.check_open()
             runner, tags = self.engine.runner, self.gone.intersection(tags or PARTS)
             call(runner, WAKE, "weights" in tags, "kv_cache" in tags,
-                 bool(tags) and tags == self.gone,  # all is there
+                 bool(tags) and tags == self.gone,  # nothing is missing
                  self.engine.scheduler.blocks.num_blocks, self.engine.config.max_model_len)
             self.gone -= tags
 
     def idle_runner(self, what: str) -> Runner:
-        """Take the results of steps in flight that no caller waits for. Raises `RuntimeError`."""
+        """Return the runner with no step in flight: the results of steps that no caller waits for
+        are taken. Raises `RuntimeError` while requests run."""
         self.engine.check_open()
         if self.engine.requests:
             raise RuntimeError(f"{what} while {len(self.engine.requests)} requests are running: "
@@ -148,8 +150,8 @@ class NewWeights(Extra):
 
 def read(weights: Weights, engine: LLMEngine,
          ) -> tuple[Path | None, Iterable[tuple[str, torch.Tensor]]]:
-    """The folder, if it is one, names and tensors: a folder's are mapped, so they may be asked for
-    twice and take no memory. Raises `ValueError`."""
+    """The folder, if weights come from one, and pairs of name and tensor. A folder's tensors are
+    mapped, so they can be iterated over twice and take no memory. Raises `ValueError`."""
     if isinstance(weights, dict):
         return None, list(weights.items())
     if not isinstance(weights, (str, Path)):
@@ -169,10 +171,10 @@ def read(weights: Weights, engine: LLMEngine,
 
 
 def try_names(runner: Runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Fill a network that has no memory: the loader checks each name and shape, and reads none of
-    the numbers, but of a tied head that comes beside its embedding. Raises `ValueError`."""
+    """Fill a network without memory: the loader checks each name and shape, and reads no weights
+    except a tied head that is stored beside its embedding. Raises `ValueError`."""
     config, make_network = runner.model_config, runner.parts.make_network
-    if make_network is not None:  # transformers keeps what it is given: tensors of one number
+    if make_network is not None:  # transformers keeps what it gets: one number, expanded
         make_network(runner.placement, trial=True, tensors=(
             (GIVEN, name, torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
             for name, tensor in checked(tensors)))
@@ -187,7 +189,8 @@ def try_names(runner: Runner, tensors: Iterable[tuple[str, torch.Tensor]]) -> No
 
 
 def checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same, without a trainer's graph of gradients. Raises `ValueError` for anything else."""
+    """The same pairs, detached from the trainer's autograd graph. Raises `ValueError` for anything
+    that is no pair of name and tensor."""
     for pair in tensors:
         match pair:
             case (str(name), torch.Tensor() as tensor):
@@ -202,24 +205,24 @@ def checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 def call(runner: Runner, what: int, *numbers: int,
          tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
-    """On rank 0: have all ranks do it. Raises what failed on one of them."""
+    """On rank 0: run a call on all ranks. Raises the error of a rank that failed."""
     with runner.ranks.together():
         head = torch.zeros(HEAD, dtype=torch.int32)
         head[:2 + len(numbers)] = torch.tensor([CALL, what, *numbers])
         runner.ranks.broadcast_host(head)
-        # transformers keeps what it is given, which goes on being trained.
+        # transformers keeps the tensors it gets, and the trainer goes on to change them: copy.
         error = answer(runner, head, sent(runner.ranks, tensors,
                                           copies=runner.parts.make_network is not None))
-    if error is not None:  # here: the ranks are still together
+    if error is not None:  # raised only here, where all ranks have answered
         raise error
 
 
 @torch.no_grad()
 def answer(runner: Runner, head: torch.Tensor,
            tensors: Tensors | None = None) -> Exception | None:
-    """The same on every rank; all but rank 0 receive the tensors. Returns what failed here, or that
-    another rank failed. Graphs are recorded once all ranks have all there is: one that recorded
-    alone would wait in a collective for ever."""
+    """Run the call, on every rank; all but rank 0 receive the tensors. Returns the error of this
+    rank, or one which says that another rank failed. Graphs are recorded once all ranks have their
+    weights and cache: a rank that recorded alone would wait in a collective for ever."""
     _, what, first, second, is_whole, *sizes = head[:7].tolist()
     tensors, error = tensors or received(runner.ranks), None
     try:
@@ -254,8 +257,8 @@ def answer(runner: Runner, head: torch.Tensor,
 
 
 def sent(ranks: Ranks, tensors: Iterable[tuple[str, torch.Tensor]], copies: bool) -> Tensors:
-    """The tensors, each after the other ranks got it. For them an iterator that breaks has ended:
-    then tensors are missing."""
+    """Yield the tensors, each after it was sent to the other ranks. If the iterator breaks, the
+    other ranks see its end, and find that tensors are missing."""
     try:
         for name, tensor in checked(tensors):
             if ranks.size > 1:
@@ -276,13 +279,13 @@ def received(ranks: Ranks) -> Tensors:
 
 
 def put_away(runner: Runner) -> None:
-    """The bytes of all tensors go to the host, where a CPU's are already. Each tensor notes what
-    gives them back, and how it lies in them: several may share memory, as an embedding and a head
-    do."""
+    """Move the bytes of all tensors to the host, where a CPU's are already. For each tensor note
+    how to restore its storage, and its place in it: several tensors may share one storage, as an
+    embedding and a tied head do."""
     places: dict[int, partial] = {}
     for tensor in tensors_of(runner):
         storage = tensor.untyped_storage()
-        if start := storage.data_ptr():  # 0: it is away already
+        if start := storage.data_ptr():  # 0: it was put away already
             if start not in places:
                 numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
                 places[start] = to_host(numbers, hasattr(tensor, "is_scratch"))
@@ -291,14 +294,15 @@ def put_away(runner: Runner) -> None:
 
 
 def to_host(numbers: torch.Tensor, is_scratch: bool) -> partial:
-    """Copies bytes, but not a CPU's. Returns what gives them back: zeros for unneeded bytes."""
+    """Copy bytes to the host, unless they are there. Returns a function that restores them; scratch
+    memory, whose contents nobody needs, is restored as zeros."""
     if is_scratch:
         return partial(torch.zeros, len(numbers), dtype=torch.uint8, device=numbers.device)
     return partial(numbers.cpu().to, numbers.device)
 
 
 def bring_back(runner: Runner) -> None:
-    """What was put away, and is still reached."""
+    """Restore the tensors that were put away, and that the networks still reach."""
     fresh: dict[partial, torch.Tensor] = {}
     for tensor in tensors_of(runner):
         if hasattr(tensor, "away"):
@@ -310,16 +314,17 @@ def bring_back(runner: Runner) -> None:
 
 
 def tensors_of(runner: Runner) -> list[torch.Tensor]:
-    """All on the runner's device that its networks and adapters reach, however they hold them."""
+    """All tensors on the runner's device that its networks and adapters reach, by attributes, lists
+    or otherwise."""
     found, seen, ahead = [], {}, [*runner.networks, runner.adapters]
     while ahead:
         thing = ahead.pop()
         if id(thing) in seen or isinstance(thing, (type, ModuleType, FunctionType, Ranks)):
             continue
-        seen[id(thing)] = thing  # held, so that no other gets its id
+        seen[id(thing)] = thing  # kept alive, so that its id is not used again
         if not isinstance(thing, torch.Tensor):
             ahead += gc.get_referents(thing)
         elif thing.device.type == runner.device.type and not hasattr(thing, "is_on_disk"):
             found.append(thing)
-            ahead.append(thing._base)  # if it is a view: this holds the memory, too
+            ahead.append(thing._base)  # the tensor of which it is a view
     return found

@@ -1,18 +1,18 @@
-"""A budget for thinking: behind so many tokens of a thought its closing mark is written.
+"""A budget for thinking: after a number of tokens a thought's closing mark is forced.
 
     <think> so the first two </think> ...      the model's own thought, five tokens long
     <think> so the first </think> ...          thinking_token_budget=3
 
 The marks are those of the chat template that wrote the prompt (server/tool_format.py); a thought
-begins with the prompt, or where the model's text begins with its mark. At the budget's end the
-next token may be the closing mark's alone, one after the other, and the model goes on behind it.
+begins in the prompt, or where the model's text begins with the opening mark. At the budget's end
+the tokens of the closing mark are forced one after the other, and the model goes on after them.
 
 Invariant: whether a token is forced follows from the tokens before it, drafts included, and not
 from the step. So drafts, preemption and other requests change no text.
 
-A grammar goes first: the mark is forced where the grammar has a place for it, as those of tools and
-forms of a chat have. Known limits: a character of several tokens may be cut by the mark; behind it
-a model may think again where its format has a place for that (gpt-oss's), which is not counted.
+A grammar has precedence: the mark is forced only where the grammar allows it, as those for tools
+and response formats of a chat do. Known limits: the mark may cut a character of several tokens in
+two; and a model whose format allows a second thought (gpt-oss) may think again, uncounted.
 """
 
 from collections import ChainMap
@@ -45,7 +45,7 @@ class Thought:
     start: int = 0  # the place of its first token
 
     def read(self, ids: list[int]) -> "Thought":
-        """Look for the marks in tokens that are new."""
+        """Look for the marks in the new tokens."""
         while self.num_read < len(ids) and not self.is_over:
             self.num_read += 1
             if self.is_begun:
@@ -54,7 +54,7 @@ class Thought:
             text = self.extra.tokenizer.decode(ids[self.start:self.num_read]).lstrip()
             if text.startswith(self.marks[0]):
                 self.is_begun, self.start = True, self.num_read
-            else:  # another beginning has no thought: such a mark may be an argument's
+            else:  # another beginning: no thought, as a later mark may be part of an argument
                 self.is_over = not self.marks[0].startswith(text.rstrip("\ufffd"))
         return self
 
@@ -69,19 +69,19 @@ class Thought:
         return now.count(mark) > before.count(mark)
 
     def num_over(self, num_tokens: int) -> int:
-        """How many of the sequence's tokens are beyond the budget; negative: so many may come."""
+        """How many of the sequence's tokens are beyond the budget; if negative, that many remain."""
         is_on = self.is_begun and not self.is_over
         return num_tokens - self.start - self.most if is_on else -1
 
     def mask(self, seq: Sequence, drafts: list[int], allowed: np.ndarray, banned: list[int],
              ) -> np.ndarray | None:
-        """As a grammar's (structured/structured.py); None: all that the request allows."""
+        """The mask, as a grammar's (structured/structured.py). None: no token is forced."""
         grammar, ids = self.extra.others.get(seq), [*seq.token_ids, *drafts]
         mask = None if grammar is None else grammar.mask(seq, drafts, allowed, banned)
         here = copy(self).read(ids)
         if here.num_over(len(ids)) < 0:
             return mask
-        # So much of the mark has been written, by the model itself perhaps, or in the prompt.
+        # How many tokens of the mark are written already, perhaps by the model or in the prompt.
         done = max(n for n in range(len(self.closing)) if ids[len(ids) - n:] == self.closing[:n])
         byte, bit = divmod(self.closing[done], 8)
         if mask is not None and not mask[byte] >> bit & 1:
@@ -101,7 +101,7 @@ class ThinkingBudget(Extra):
     def __init__(self):
         super().__init__()
         self.thoughts: dict[Sequence, Thought] = {}
-        self.due: dict[Sequence, Thought] = {}  # may meet their budget's end in the next step
+        self.due: dict[Sequence, Thought] = {}  # those that may reach their budget in the next step
         self.form_of = lru_cache(maxsize=8)(self._form_of)
         self.text_of = lru_cache(maxsize=2 ** 16)(lambda id_: self.tokenizer.decode([id_]))
 
@@ -115,12 +115,12 @@ class ThinkingBudget(Extra):
                                  if one is not self.due))
 
     def _form_of(self, template: str | None) -> Any:
-        """What stands around a template's thoughts; None: the tokenizer's."""
-        from nanoserve_extras.server.tool_format import format_of  # here: it may be deleted
+        """The format with a template's marks of thoughts. None: the tokenizer's template."""
+        from nanoserve_extras.server.tool_format import format_of  # late: it may be deleted
         return format_of(self.engine, template)
 
     def check(self, request: Request) -> None:
-        """Find the marks. Raises `ValueError` where there are none."""
+        """Find the marks. Raises `ValueError` if the template has none."""
         most, form = request.params.thinking_token_budget, None
         if most is None:
             return
