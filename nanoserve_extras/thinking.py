@@ -69,7 +69,7 @@ class Thought:
         return now.count(mark) > before.count(mark)
 
     def num_over(self, num_tokens: int) -> int:
-        """How many of the sequence's tokens are beyond the budget; if negative, that many remain."""
+        """How many tokens of the sequence are beyond the budget; if negative, how many are left."""
         is_on = self.is_begun and not self.is_over
         return num_tokens - self.start - self.most if is_on else -1
 

@@ -1,1 +1,1 @@
-"""What all extras share: the `LLM` that takes them, with the words, numbers and files it knows."""
+"""What all extras share: the `LLM` that takes them, vLLM's names, metrics, and file formats."""

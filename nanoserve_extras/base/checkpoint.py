@@ -1,8 +1,8 @@
 """Which folder a model's name means, GGUF files and pickled weights among them.
 
 The engine takes a folder, a hub id or a bundled model's name (nanoserve/loader.py). With the extras
-a GGUF file is a model, too: it becomes a folder once, which is kept, in the bits that the engine
-wants. Pickled weights are fetched only where there are no others.
+a GGUF file is a model, too: it is converted once, in the number format that the engine wants, to a
+folder that is kept. Pickled weights are fetched only if there are no others.
 
 Invariant: the caller gets a folder whose files can be read, or a `ValueError` that names the
 option, the value and the reason. An engine that went on with an empty folder would answer with
@@ -22,9 +22,9 @@ READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
 def find_folder(model: str | Path, option: str = "model", *, quantization: str | None = None,
                 dtype: str = "auto", revision: str | None = None, weights: bool = True,
                 code: bool = False) -> Path:
-    """The folder of a model, whatever names it: see `find_model`, which the arguments are for.
-    quantization, dtype: the engine's, for a GGUF file's weights. Raises `ValueError` that names the
-    option."""
+    """The folder of a model, by any kind of name. The arguments are those of `find_model`;
+    quantization and dtype are the engine's, for a GGUF file's weights. Raises a `ValueError` that
+    names the option."""
     if not isinstance(model, (str, Path)) or not str(model).strip():
         raise ValueError(f"{option}={model!r}: name a folder or a hub id")
     file = find("tools.gguf_files.find_file")(model, option, revision)
@@ -43,8 +43,8 @@ def find_folder(model: str | Path, option: str = "model", *, quantization: str |
 
 
 def check_fetched(folder: Path, weights: bool) -> None:
-    """Raises `ValueError` for what `git clone` leaves in the place of large files without LFS, and
-    for a pipe or a device, whose reader would wait."""
+    """Raises `ValueError` for the pointers that `git clone` without LFS leaves in the place of
+    large files, and for a pipe or a device, on which a read would block."""
     for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         if file.suffix not in READ or not file.exists() or file.is_dir():
             continue
@@ -57,6 +57,6 @@ def check_fetched(folder: Path, weights: bool) -> None:
 
 
 def tokenizer_folder(asked: EngineConfig, folder: Path) -> Path:
-    """That of `tokenizer=`, or the model's own."""
+    """The tokenizer's folder: that of `tokenizer=`, or the model's own."""
     return folder if asked.tokenizer is None else find_folder(
         asked.tokenizer, "tokenizer", weights=False, code=asked.trust_remote_code)

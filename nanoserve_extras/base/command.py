@@ -1,8 +1,7 @@
-"""`nanoserve COMMAND`: runs the command named behind it, or lists what there is.
+"""`nanoserve COMMAND`: runs a command, or lists all of them.
 
-A command is a module with a function `main(argv)`, which is imported when the command is named, so
-that none of them costs the others anything. They stand in the table `COMMANDS`, and may need
-packages that a plain installation does not have.
+A command is a module with a function `main(argv)`. It is imported only when the command is run, so
+it may need packages that the others don't. The table `COMMANDS` lists all commands.
 
 A command ends without a traceback, even by Ctrl-C:
 
@@ -10,14 +9,14 @@ A command ends without a traceback, even by Ctrl-C:
         with command():
             main()              imports torch, so it is called within the block
 
-Ctrl-C, or a pipe that its reader closes (`nanoserve ... | head`), is no error: a traceback would
+Ctrl-C and a pipe closed by its reader (`nanoserve ... | head`) are no errors, and a traceback would
 explain nothing. The exit status is 128 plus the signal's number, as a shell expects.
 
 While a library is being imported, Ctrl-C ends the process at once. Some libraries catch exceptions
 raised during their import, and go on half loaded or raise another error. So modules that take long
 to import are imported within the `with` block; this file imports none of them.
 
-If Ctrl-C is ignored (as in a shell's background), or has a handler of its own, it stays so.
+If Ctrl-C is ignored (as in a shell's background jobs), or has a custom handler, this is kept.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from nanoserve_extras.base.words import in_words
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # a shell's status for SIGINT (2), SIGPIPE (13)
 
-# Commands of other programs that people type, and ours.
+# Commands of other programs that people type, and hints to ours.
 OTHERS = {
     "pull": "nothing is fetched in advance: a hub id is when it is first used, by nanoserve serve "
             "MODEL or nanoserve chat MODEL (HF_HOME is where it is kept)",
@@ -114,7 +113,8 @@ def _run(name: str, *rest: str) -> int:
 
 
 def named(text: str) -> Any:
-    """What MODULE:NAME names; the module may lie in the current folder. Raises `ValueError`."""
+    """Import the object that MODULE:NAME names. The module may lie in the current folder. Raises
+    `ValueError`."""
     if "" not in sys.path:
         sys.path.append("")
     with in_words(f"{text} (MODULE:NAME)", ImportError, AttributeError, ValueError):

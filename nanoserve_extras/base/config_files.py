@@ -1,20 +1,20 @@
-"""config.json in the forms in which checkpoints are published: each is made plain, or is refused.
+"""config.json in the forms in which checkpoints are published: each is normalised, or refused.
 
-The engine's own `ModelConfig` reads a file of one of its families as transformers writes it. Others
-say the same in other words, and are read here:
+The engine's own `ModelConfig` reads a file of one of its families as transformers writes it. Files
+in other forms are read here:
 
     wrappings               the text network inside (wrappings.py)
-    other endings           LlamaModel, Qwen3ForSequenceClassification: the layers are the family's
+    other endings           LlamaModel, Qwen3ForSequenceClassification: the family's layers
     overrides               in one spelling of RoPE, over a file in the other
-    nulls                   mean "as usual", but for the entries where they mean "off"
-    quantised weights       the entry is kept: quantization/formats.py knows what it means
-    YaRN of a model card    names the length in training and a factor, and so a longer context
+    nulls                   the default, except for the entries where null means "off"
+    quantised weights       the entry is kept for quantization/formats.py
+    YaRN of a model card    the original length times a factor gives the context length
 
-Invariant: what is read here is what transformers makes of the file. Numbers that no network can
-have, or that the weight files can't hold, are refused by the name of their entry: another network
-would take all memory, or years, before a tensor is found not to fit.
+Invariant: a file means here what it means to transformers. Sizes that no network can have, or that
+the weight files can't hold, are refused by the name of their entry. Otherwise a network of such a
+size would fill the memory, or take years, before a tensor is found not to fit.
 
-Not known here: tensors, and what the engine's flags are; `ModelConfig` reads them.
+Not known here: tensors, and the engine's flags, which `ModelConfig` reads.
 """
 
 import json
@@ -30,26 +30,26 @@ from nanoserve_extras.base.wrappings import TEXTS, WRAPPINGS, flatten, stored_na
 
 RECIPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
                   "original_max_position_embeddings", "attention_factor")
-# The end of an architecture's name is the head's. The layers below are those of ...ForCausalLM.
+# The end of an architecture's name tells its head. The layers below are those of ...ForCausalLM.
 ENDINGS = ("Model, EmbeddingModel, ForSequenceClassification, ForRewardModel, ForRewardModeling, "
            "ForProcessRewardModel")
 HEAD = re.compile(rf"(Text)?(ForCausalLM|{ENDINGS.replace(', ', '|')})$")
-# transformers runs these by Llama's class, which files that it saves name; entries and tensors are
-# their own.
+# transformers runs these by Llama's class, and files that it saves name that class, but their
+# entries and tensors have other names.
 LIKE_LLAMA = ("exaone", "internlm3", "iquestcoder")
 SUPPORTED = f"one of {', '.join(FAMILIES)}, or with another ending that pools: {ENDINGS}"
-# Entries where null means "off", or as many as heads; in all others it means "as usual", like
-# leaving the entry out.
+# Entries where null means "off", or "as many as heads"; in all others it means the default, as if
+# the entry were left out.
 MEANT_NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping",
                "num_key_value_heads")
-# How a file says that its weights are quantised; the second name is MLX's.
+# Entries which say that the weights are quantised; the second name is MLX's.
 QUANTIZED = ("quantization_config", "quantization")
-# Their numbers are no sizes of networks: GPTQ's `group_size` is -1 where all of a row is one group.
+# The numbers in these entries are no sizes: GPTQ's `group_size` is -1 if a whole row is one group.
 NO_NETWORKS = (*QUANTIZED, "compression_config", "attn_config", "rope_scaling", "rope_parameters")
 WHOLE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window",
          "sliding_window_pattern", "max_window_layers", "num_experts", "num_local_experts",
          "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
-# What a number must be above.
+# The lower bound of each number, exclusive.
 BOUNDS = dict.fromkeys((*WHOLE, *RECIPE_NUMBERS, "rms_norm_eps", "query_pre_attn_scalar",
                         "attn_logit_softcapping", "final_logit_softcapping"), 0) | {
     "max_window_layers": -1, "rope_theta": 1, "rope_local_base_freq": 1}
@@ -57,18 +57,18 @@ BOUNDS = dict.fromkeys((*WHOLE, *RECIPE_NUMBERS, "rms_norm_eps", "query_pre_attn
 # Entries that count layers (the first group), tokens, or rows of weights.
 SIZE = re.compile(r"^(n\w*_\w*layers?|\w+coder_layers|depth)$|_(window)$"
                   r"|_(?:size|dim|heads?|experts|inner|embd)$|^d_")
-MOST_LAYERS, MOST_WEIGHTS, MOST_NESTED = 1000, 2 ** 32, 64  # the second: where files don't say
+MOST_LAYERS, MOST_WEIGHTS, MOST_NESTED = 1000, 2 ** 32, 64  # the second: without files
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(plain.ModelConfig):
-    """What any checkpoint is that the extras serve. Read it with `from_folder` or `from_dict`.
-    `from nanoserve import ModelConfig` gives this class."""
+    """The config of any checkpoint that the extras serve. Read it with `from_folder` or
+    `from_dict`. `from nanoserve import ModelConfig` gives this class."""
 
-    pools: bool = False  # made for pooling and not for generating, as far as its files tell
-    has_towers: bool = False  # for images or sound: a wrapping, of which only the text is run
-    sees: bool = False  # a wrapping whose tower for images is run as well
-    keeps_states: bool = False  # some layers have a memory of their own
+    pools: bool = False  # made for pooling, not for generation, as far as its files tell
+    has_towers: bool = False  # for images or sound: a wrapping, whose text network alone is run
+    sees: bool = False  # a wrapping whose vision tower is run as well
+    keeps_states: bool = False  # some layers are recurrent
     quantization: dict | None = None  # how weights are stored, if they are quantised
 
     @classmethod
@@ -88,8 +88,8 @@ class ModelConfig(plain.ModelConfig):
 
     @staticmethod
     def is_known(folder: str | Path, overrides: dict | None = None) -> bool:
-        """Whether the engine's own decoder computes this architecture. It is causal, and so not for
-        EmbeddingGemma, a Gemma 3 that looks ahead."""
+        """Whether the engine's own decoder runs this architecture. The decoder is causal, so it
+        can't run EmbeddingGemma, a Gemma 3 with bidirectional attention."""
         config = read_flat(Path(folder), overrides or {})
         kind, _ = find_family(config) or (None, {})
         return kind is not None and not (
@@ -121,11 +121,11 @@ class ModelConfig(plain.ModelConfig):
                                            "ForConditionalGeneration"))
 
 
-# ------------------------------------------------------------- which network it is
+# ------------------------------------------------------------- which network to run
 
 
 def read_architecture(config: dict) -> str:
-    """The network's name. `architectures` is a list of one; files of old tools leave it out."""
+    """The architecture. `architectures` is a list of one name; files of old tools leave it out."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
     if not isinstance(name, str) or not name:
@@ -137,7 +137,7 @@ def read_architecture(config: dict) -> str:
 
 
 def read_flat(folder: Path, overrides: dict) -> dict:
-    """config.json with overrides, a wrapping's as that of the text network inside."""
+    """config.json with overrides. Of a wrapping the result describes the text network inside."""
     config = read_config(folder)
     architecture = read_architecture(config | overrides)
     names = stored_names(folder) if architecture in WRAPPINGS else []
@@ -145,7 +145,8 @@ def read_flat(folder: Path, overrides: dict) -> dict:
 
 
 def find_family(config: dict) -> tuple[str, dict] | None:
-    """The row of `FAMILIES` for a config, a wrapping's being flat; None for a network not ours."""
+    """The row of `FAMILIES` for a config (for a wrapping: flattened). None if the engine's own
+    decoder does not support it."""
     architecture, kind = read_architecture(config), str(config.get("model_type"))
     if architecture in WRAPPINGS:
         return (kind, FAMILIES[TEXTS[kind]][1]) if kind in TEXTS else None
@@ -158,13 +159,13 @@ def find_family(config: dict) -> tuple[str, dict] | None:
 
 
 def read_config(folder: Path) -> dict:
-    """config.json, with sizes that its weight files can hold: another network takes all memory, or
-    years, before a tensor is found not to fit. Raises `ValueError`."""
+    """Read config.json. Raises `ValueError` for sizes that the weight files can't hold: a network
+    of such sizes would fill the memory, or take years, before a tensor is found not to fit."""
     if any(folder.glob("*.gguf")) and not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json: name the GGUF file itself, as "
                          "FOLDER/FILE.gguf or FOLDER:Q4_K_M")
     config = read_json(folder / "config.json", required=True)
-    # Model Optimizer's own file: until its version 0.30 config.json said nothing.
+    # Model Optimizer's own file: before its version 0.30 config.json lacked the entry.
     stored = read_json(folder / "hf_quant_config.json").get("quantization")
     if isinstance(stored, dict) and config.get("quantization_config") is None:
         config["quantization_config"] = stored | dict(quant_method="modelopt")
@@ -184,8 +185,8 @@ def read_config(folder: Path) -> dict:
 
 
 def read_json(path: Path, required: bool = False) -> dict:
-    """As the engine's; transformers 5 writes an infinity as {"__float__": "Infinity"}, and what is
-    nested too deep would end in a RecursionError somewhere."""
+    """As the engine's function, which does not know that transformers 5 writes an infinity as
+    {"__float__": "Infinity"}. Refuses deep nesting, which would end in a RecursionError later."""
     content = plain.read_json(path, required)
     level = [content]
     for _ in range(MOST_NESTED):
@@ -229,8 +230,8 @@ def override_new_spelling(config: dict, overrides: dict) -> None:
 
 
 def read_quantization(config: dict) -> dict | None:
-    """The entry, unchanged. One that names no method (what Gemma's QAT weights were trained for) is
-    about no tensor: they must be plain, or are refused."""
+    """The entry, unchanged. An entry without a method (in Gemma's QAT checkpoints it tells how they
+    were trained) describes no tensor: then the weights must be plain, or are refused."""
     if config.get("quantization") is not None:
         raise ValueError(f"config.json: quantization={str(config['quantization'])[:60]}: MLX's "
                          "quantised checkpoints are not supported, use the unquantised one")
@@ -244,14 +245,14 @@ def read_quantization(config: dict) -> dict | None:
 
 
 def without_nulls(entries: dict) -> dict:
-    """A copy."""
+    """A copy without the nulls that mean the default."""
     return {name: without_nulls(value) if isinstance(value, dict) else value
             for name, value in entries.items() if value is not None or name in MEANT_NULLS}
 
 
 def checked(kind: str, entries: dict) -> dict:
-    """The entries, of which those that the class of this model_type knows can be right, with the
-    longest sequence that YaRN gives. Raises `ValueError` naming the entry."""
+    """Check the entries that the config class of this model_type has, and set the context length
+    that YaRN gives. Raises a `ValueError` that names the entry."""
     from transformers import CONFIG_MAPPING
 
     made_by: Any = CONFIG_MAPPING[kind]
@@ -265,7 +266,8 @@ def checked(kind: str, entries: dict) -> dict:
 
 
 def check_numbers(entries: dict) -> None:
-    """Also those in RoPE's objects. `true`, which Python takes for 1, is no number."""
+    """Check all numbers, those in RoPE's objects included. `true`, in Python equal to 1, is no
+    number."""
     for name, value in entries.items():
         if isinstance(value, dict):
             check_numbers(value)
@@ -277,7 +279,8 @@ def check_numbers(entries: dict) -> None:
 
 
 def check_ropes(config: dict) -> None:
-    """Raises `ValueError` naming a recipe that is none; numbers are checked already."""
+    """Raises a `ValueError` that names a malformed recipe of RoPE. Its numbers are checked already.
+    """
     check_recipe(config)
     for name in ("rope_scaling", "rope_parameters"):
         entries = config.get(name, {})
@@ -290,7 +293,7 @@ def check_ropes(config: dict) -> None:
 
 
 def check_recipe(recipe: dict) -> None:
-    """An object of the file, or the entries beside it."""
+    """Check one recipe: an object of the file, or the entries beside it."""
     if not isinstance(truncate := recipe.get("truncate", True), bool):
         raise ValueError(f"config.json: truncate must be true or false, got {truncate!r}")
     low, high = recipe.get("low_freq_factor"), recipe.get("high_freq_factor")
@@ -300,9 +303,9 @@ def check_recipe(recipe: dict) -> None:
 
 
 def stretched_length(config: dict) -> int:
-    """The longest sequence. YaRN's recipe as model cards give it names the length in training and
-    the factor, and leaves max_position_embeddings as it was: 32,768 times 4 is 131,072. 0 for other
-    recipes, and where the file itself does not name the length in training."""
+    """The context length that YaRN gives. Model cards name the original length and the factor, and
+    leave max_position_embeddings as it was: 32,768 times 4 is 131,072. Returns 0 for other recipes,
+    and if the file does not name the original length."""
     recipe = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if recipe.get("rope_type", recipe.get("type")) != "yarn":
         return 0

@@ -1,8 +1,8 @@
 """Why torch can't use a GPU that a machine seems to have, with the remedy.
 
-The plain engine asks torch, and takes the CPU where torch sees no GPU. Here the reason is found: a
-build of torch without CUDA, an old driver, a GPU for which this build has no code. It is said where
-the CPU takes the GPU's place, and is the error where the GPU was asked for.
+The plain engine asks torch, and takes the CPU if torch sees no GPU. This module finds the reason: a
+build of torch without CUDA, an old driver, a GPU for which this build has no code. If the engine
+falls back to the CPU, the reason is printed; if the user asked for a GPU, it is the error.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import torch
 from nanoserve import device as plain
 from nanoserve.progress import say
 
-# What a GPU's driver leaves on a machine: Linux, and Linux within Windows.
+# Device files of a GPU's driver: on Linux, and on Linux within Windows.
 TRACES = ("/dev/nvidiactl", "/dev/dxg")
 
 
@@ -35,15 +35,15 @@ def pick_device(device: str) -> str:
 
 
 def say_why_unused(asked: str) -> None:
-    """Where the CPU takes the place of a GPU."""
+    """Print why the CPU is used, if there seems to be a GPU."""
     if asked == "auto" and (reason := why_unusable("auto")):
         say(f"{reason}. The CPU takes its place, which is slower")
 
 
 def why_unusable(device: str) -> str | None:
-    """Why torch can't use a GPU, with the remedy; "" where the machine seems to have none, None
-    where torch can. device: "cuda", "cuda:1" or "auto"."""
-    with warnings.catch_warnings():  # torch's, which says the same at greater length
+    """Why torch can't use a GPU, with the remedy. Returns "" if the machine seems to have no GPU,
+    and None if torch can use it. device: "cuda", "cuda:1" or "auto"."""
+    with warnings.catch_warnings():  # torch's own warning repeats the reason
         warnings.simplefilter("ignore")
         if not torch.cuda.is_available():
             return _why_unseen()
@@ -82,7 +82,7 @@ def _why_unseen() -> str:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system once, after a model's weights were freed: no step needs as
-    much."""
+    """Return freed memory to the system once, after a model's weights were freed: no later step
+    needs that much."""
     with suppress(AttributeError, OSError, TypeError):  # as in `keep_freed_memory`
         ctypes.CDLL(None).malloc_trim(0)

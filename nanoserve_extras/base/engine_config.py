@@ -9,7 +9,8 @@ from nanoserve.rules import Count, choice
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(plain.EngineConfig):
-    """An engine's options. Raises `ValueError` for what can't work, naming field and remedy."""
+    """An engine's options. Raises a `ValueError` that names the field and the remedy for options
+    that can't work."""
 
     pipeline_parallel_size: Count = 1  # stages, each of tensor_parallel_size ranks
     # "auto": a request without parameters takes those of the checkpoint's generation_config.json;
@@ -22,5 +23,6 @@ class EngineConfig(plain.EngineConfig):
 
     @property
     def steps_at_once(self) -> int:
-        """One in each pipeline stage. With several stages, a sequence is in one of them only."""
+        """The number of steps in flight: one in each pipeline stage. With several stages, a
+        sequence is in one of them only."""
         return self.pipeline_parallel_size if self.async_scheduling else 1

@@ -45,7 +45,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """An option of the engine's own, or a kind of model, with the facts that it ends."""
+    """One of the engine's own options, or a kind of model, with the facts that it ends."""
 
     name: str
     ends: frozenset[Fact]
@@ -53,7 +53,7 @@ class Asked:
 
 
 def own_parts(asked: EngineConfig, device: str) -> list[Asked]:
-    """What the engine's own options make untrue."""
+    """The engine's own options that end facts."""
     untrue = [
         (f"tensor_parallel_size={asked.tensor_parallel_size}", Fact.ONE_RANK,
          asked.tensor_parallel_size > 1),
@@ -76,8 +76,8 @@ def clash(one: Part, other: Part) -> str | None:
 
 
 def facts_of(parts: Iterable[Part]) -> frozenset[Fact]:
-    """The facts that are true of an engine with these parts. Raises `ValueError` for two that
-    clash, and for one that is there twice."""
+    """The facts that hold for an engine with these parts. Raises `ValueError` for two parts that
+    clash, and for a part that is given twice."""
     parts = list(parts)
     for i, one in enumerate(parts):
         for other in parts[:i]:
@@ -89,8 +89,8 @@ def facts_of(parts: Iterable[Part]) -> frozenset[Fact]:
 
 
 def check_added(part: Part, others: Iterable[Part]) -> None:
-    """Whether a part may join an engine that runs. Raises `ValueError` as `facts_of` does, and if
-    it ends a fact that the engine has been built on."""
+    """Check that a part can be added to a running engine. Raises `ValueError` as `facts_of` does,
+    and if the part ends a fact on which the engine was built."""
     others = list(others)
     before = facts_of(others)
     if lost := [fact for fact in Fact if fact in before - facts_of([*others, part])]:

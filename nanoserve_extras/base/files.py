@@ -1,8 +1,8 @@
-"""Files that no other user can read: recordings and blocks have prompts in them."""
+"""Files that other users of the machine can't read: recordings and blocks contain prompts."""
 
 import os
 
 
 def private(path: str, flags: int) -> int:
-    """`open(..., opener=private)` makes such a file."""
+    """An opener: `open(..., opener=private)` makes such a file."""
     return os.open(path, flags, 0o600)

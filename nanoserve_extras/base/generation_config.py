@@ -1,8 +1,8 @@
-"""What generation_config.json asks for: the file in which a checkpoint says how to sample.
+"""generation_config.json, in which a checkpoint recommends how to sample.
 
     temperature, top_k, max_new_tokens ...   a request without parameters takes them
     suppress_tokens, bad_words_ids           no request may have these tokens
-    num_beams, no_repeat_ngram_size ...      not applied: a line at the start says so
+    num_beams, no_repeat_ngram_size ...      not applied: a line at start-up lists them
 
 The plain engine reads the tokens that end a text from it, and nothing else (model_config.py).
 """
@@ -15,8 +15,8 @@ from nanoserve.config import SamplingParams
 RECOMMENDED = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
                    repetition_penalty="repetition_penalty", max_new_tokens="max_tokens",
                    min_new_tokens="min_tokens", stop_strings="stop")
-# Entries that are not applied: those that change texts unless they have this value, and those that
-# never do.
+# Entries that are not applied: first those that change texts unless they have this value, then
+# those that never do.
 NEUTRAL = dict(
     do_sample=True, max_length=20, min_length=0, no_repeat_ngram_size=0, epsilon_cutoff=0,
     encoder_no_repeat_ngram_size=0, eta_cutoff=0, diversity_penalty=0, penalty_alpha=0, num_beams=1,
@@ -37,7 +37,8 @@ def recommended(entries: dict) -> dict:
 
 
 def params_of(found: dict) -> SamplingParams:
-    """What the file recommends, else the defaults of `SamplingParams`. Raises `ValueError`."""
+    """The file's recommended parameters, else the defaults of `SamplingParams`. Raises
+    `ValueError`."""
     try:
         params = SamplingParams(**{"max_tokens": None} | found)
     except ValueError as error:
@@ -65,7 +66,7 @@ def read_suppressed(entries: dict, eos_ids: tuple[int, ...], vocab_size: int) ->
 
 
 def not_applied(entries: dict, max_model_len: int) -> list[str]:
-    """The entries that would change texts, and don't, as a line."""
+    """A line that lists the entries which would change texts and are not applied."""
     found = {name: value for name, value in entries.items()
              if name not in RECOMMENDED and not WITHOUT_EFFECT.fullmatch(name)
              and value is not None and value != [] and value != NEUTRAL.get(name, {})}

@@ -1,17 +1,17 @@
-"""Prompts in all the forms that people send: the plain engine's `InputProcessor`, with more.
+"""Prompts in all the forms that users send: the plain engine's `InputProcessor`, extended.
 
     nanoserve.inputs.InputProcessor    here
     list_prompts                       a tokenizer's output (`BatchEncoding`); texts in one call
-    read_dict                          vLLM's entries: cache_salt, and words that ask for nothing
+    read_dict                          vLLM's entries: cache_salt, and names without effect
     render_chat                        odd messages (messages.py), plain special tokens
                                        (plain_texts.py), tokenizers that write chats by code
     process                            adapters, salts, times (request.py)
     read_params                        stop strings that are special tokens
     default_sampling_params            generation_config.json (generation_config.py)
-    cut                                for who asks that long prompts are cut
+    cut                                prompts that are too long, if the user wants them truncated
 
-Invariant: the padding of a prompt, where its attention mask is 0, is removed. A model that read it
-would give another text, without an error.
+Invariant: the padding of a prompt, where its attention mask is 0, is removed. A model that read the
+padding would write another text, without an error.
 """
 
 from collections import UserDict
@@ -65,13 +65,13 @@ class Inputs(InputProcessor):
     def __init__(self, config: EngineConfig, model_config: ModelConfig,
                  tokenizer: Tokenizer | None):
         super().__init__(config, model_config, tokenizer)
-        self.plain: PlainTexts | None = None  # by default a special token in a message is one
+        self.plain: PlainTexts | None = None  # by default special tokens in messages are tokens
         entries = model_config.generation_defaults
         self.suppressed = read_suppressed(entries, self.eos_ids, model_config.vocab_size)
         say(*not_applied(entries, config.max_model_len))
 
     def split_special_tokens(self) -> None:
-        """From here on those in messages are plain text. Raises `ValueError`."""
+        """From here on special tokens in messages are plain text. Raises `ValueError`."""
         if self.tokenizer is not None and not renders_by_code(self.tokenizer):
             self.plain = PlainTexts(self.tokenizer)
 
@@ -90,13 +90,13 @@ class Inputs(InputProcessor):
     # ------------------------------------------------------------------- prompts
 
     def list_prompts(self, prompts: Prompt | list[Prompt]) -> list[Prompt]:
-        """Of a tokenizer's output, too; all texts are tokenised in one call."""
+        """Also takes a tokenizer's output; all texts are tokenised in one call."""
         return self.tokenize(as_list(prompts))
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The same prompts, with token ids added to texts: in one call, for which the library has
-        threads, and equal texts once. A wrong prompt raises no error here but where it is read by
-        itself, so that the error can name it."""
+        """The same prompts, with token ids added to texts. All texts are tokenised in one call, for
+        which the library uses threads, and equal texts once. A wrong prompt raises no error here,
+        but later, when it is read by itself and the error can name it."""
         texts = [_text_alone(prompt) for prompt in prompts]
         different = list(dict.fromkeys(filter(None, texts)))
         if len(different) < 2 or not callable(self.tokenizer):
@@ -151,8 +151,8 @@ class Inputs(InputProcessor):
 
     def _render_by_code(self, tokenizer: Tokenizer, conversation: list[dict],
                         options: dict) -> dict:
-        """By Mistral's own rules (tekken.json alone), which write ids: in their text special tokens
-        can't be told from what a user wrote."""
+        """A conversation by Mistral's own rules (tekken.json alone). They give token ids: in their
+        text special tokens can't be told from a user's own words."""
         ids_of, said = {}, {name: one for name, one in options.items() if one is not None}
 
         def render(messages: list[dict], **tools) -> str:
@@ -173,11 +173,11 @@ class Inputs(InputProcessor):
         return recommended(self.model_config.generation_defaults)
 
     def default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json recommends, else the defaults of `SamplingParams`."""
+        """The parameters of generation_config.json, else the defaults of `SamplingParams`."""
         return params_of(self.recommended())
 
     def read_params(self, given: SamplingParams | None) -> SamplingParams:
-        """With token ids for the stop strings that are special tokens."""
+        """The parameters, with token ids for those stop strings that are special tokens."""
         params = super().read_params(given)
         params.stop_token_ids = [*params.stop_token_ids, *self._stops_that_are_skipped(params)]
         return params
@@ -185,7 +185,7 @@ class Inputs(InputProcessor):
     def _stops_that_are_skipped(self, params: SamplingParams) -> list[int]:
         """The ids of the stop strings that are special tokens, such as "<|im_end|>". With
         `skip_special_tokens` they never appear in the text, so they must become stop tokens. Raises
-        `ValueError` for a stop string of such a token and more."""
+        `ValueError` for a stop string of such a token and other text."""
         found: list[int] = []
         for stop in params.stop if params.skip_special_tokens else ():
             ids = self.encode(stop, "stop", add_special_tokens=False)
@@ -206,9 +206,10 @@ class Inputs(InputProcessor):
 
     def cut(self, ids: list[int], count: int | None, side: str,
             read: Callable[[str], list[int]] | None = None) -> list[int]:
-        """A prompt of `count` tokens at most (-1: as many as fit), whose text gives way at the
-        `side`. A template, [CLS] and [SEP] stay: all that prompts of other texts have at their ends
-        as well. read: makes a prompt of a text; None: the tokenizer. Raises `ValueError`."""
+        """Truncate a prompt to at most `count` tokens (-1: as many as fit) at one `side` of its
+        text. The template, [CLS] and [SEP] stay: all tokens that the prompts of other texts have at
+        their ends, too. read: makes a prompt of a text; None: the tokenizer. Raises `ValueError`.
+        """
         limit = self.config.max_model_len
         if count is not None and count > limit:
             raise ValueError(f"truncate_prompt_tokens={count} is more than max_model_len={limit}")
@@ -234,8 +235,8 @@ class Inputs(InputProcessor):
 
 
 def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    """As nanoserve.inputs.as_list; a `BatchEncoding` is the list of its prompts."""
-    if isinstance(prompts, UserDict):  # its class, without importing transformers for it
+    """As nanoserve.inputs.as_list; a `BatchEncoding` becomes the list of its prompts."""
+    if isinstance(prompts, UserDict):  # a `BatchEncoding` is one; importing transformers is slow
         return list(encoded_prompts(prompts))
     return plain.as_list(prompts)
 
@@ -252,7 +253,7 @@ def encoded_prompts(encoding: UserDict) -> list[list[int]]:
     """The prompts of a `BatchEncoding`, without padding.
 
     Its values are lists, numpy arrays or tensors, of one prompt (n,) or of several (prompts, n).
-    Raises `ValueError` where it holds no "input_ids".
+    Raises `ValueError` if it has no "input_ids".
     """
     if "input_ids" not in encoding:
         raise ValueError("a prompt that a tokenizer made needs 'input_ids', got "
@@ -268,7 +269,8 @@ def encoded_prompts(encoding: UserDict) -> list[list[int]]:
 
 
 def one_encoded_prompt(encoding: UserDict) -> list[int]:
-    """The prompt of a `BatchEncoding` that stands in a list of prompts, or is added by itself."""
+    """The prompt of a `BatchEncoding` that is one item of a list of prompts, or is one request's.
+    """
     prompts = encoded_prompts(encoding)
     if len(prompts) != 1:
         raise ValueError(f"a tokenizer's output with {len(prompts)} prompts stands in the place of "
@@ -277,8 +279,8 @@ def one_encoded_prompt(encoding: UserDict) -> list[int]:
 
 
 def salt_of(prompt: Prompt) -> str | None:
-    """The `cache_salt` of a prompt: its blocks are found by prompts with the same salt alone, so
-    the time of an answer does not tell other users what was asked before. Raises `ValueError`."""
+    """The `cache_salt` of a prompt: its blocks are found only by prompts with the same salt, so
+    response times do not tell other users what was asked before. Raises `ValueError`."""
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ValueError(f"cache_salt must be a text that is not empty, got {salt!r:.80}: leave it "
@@ -287,7 +289,7 @@ def salt_of(prompt: Prompt) -> str | None:
 
 
 def template_of(prompt: Prompt) -> str | None:
-    """The chat template that wrote a prompt, if it was no tokenizer's own."""
+    """The chat template that wrote a prompt, if it was not the tokenizer's own."""
     return prompt.get("chat_template") if isinstance(prompt, dict) else None
 
 

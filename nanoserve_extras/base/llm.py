@@ -4,14 +4,14 @@
     read_options               the options of all extras, and vLLM's words
     read_checkpoint            GGUF files, transformers' networks; options become extras
     settle, add, remove        facts: what goes with what (facts.py)
-    make_request, submit       what no extra honours; an engine that sleeps
-    greeting                   the line at the start; `describe()` tells all (start_up.py)
+    make_request, submit       refuse fields that no extra honours, and requests during a sleep
+    greeting                   the line at start-up; `describe()` tells all (start_up.py)
     make_ranks                 heartbeats, and messages between ranks (ranks.py, watch.py)
     generate, chat, stream     vLLM's keywords, a summary
-    get_metrics                what the engine did, in numbers (metrics.py)
-    __getattr__                the methods of extras, and vLLM's that are missing
+    get_metrics                counters and histograms (metrics.py)
+    __getattr__                the methods of extras, and errors for vLLM's that are missing
 
-`from nanoserve import LLM` gives this class. Nothing of how the engine runs is changed here.
+`from nanoserve import LLM` gives this class. It does not change how the engine runs.
 """
 
 import time
@@ -49,8 +49,8 @@ AnExtra = TypeVar("AnExtra", bound=Extra)
 
 
 class LLM(plain.LLM):
-    """An engine with one model. `LLM(model, **options)`: the fields of `EngineConfig`, and those of
-    the extras, which are added by their options.
+    """An engine with one model. `LLM(model, **options)`: the options are the fields of
+    `EngineConfig` and those of the extras; setting an extra's options adds the extra.
 
     model: a local folder, a hub id, a GGUF file or a bundled model's name; without one, the bundled
     story model.
@@ -89,8 +89,8 @@ class LLM(plain.LLM):
         return tokenizer_folder(config, folder)
 
     def settle(self, asked: EngineConfig) -> EngineConfig:
-        """Without graphs where an extra can't be recorded; with overlap where there are stages,
-        unless they share out matrices, too: then they take one step at a time."""
+        """Settle the options: no graphs if an extra can't be recorded; overlap if there are
+        pipeline stages, except with tensor parallelism, where there is one step at a time."""
         has_graphs, overlap = Fact.GRAPHS in self.facts, asked.async_scheduling
         if overlap is None and asked.tensor_parallel_size == 1 < asked.pipeline_parallel_size:
             overlap = True
@@ -112,7 +112,7 @@ class LLM(plain.LLM):
         return greet(*made_of)
 
     def describe(self) -> str:
-        """On what this engine runs, how, and with how much memory."""
+        """The model, device, backend, limits and memory of this engine, in one line."""
         return self.description
 
     def make_request(self, request_id: str, prompt: Prompt,
@@ -130,8 +130,8 @@ class LLM(plain.LLM):
             super().submit(request, inbox)
 
     def check_ready(self) -> None:
-        """Raises `RuntimeError` if no request can be served at the moment, or ever again: an extra
-        may have a method `ready`, which raises it while weights or cache are gone."""
+        """Raises `RuntimeError` if no request can be served at the moment, or ever again. Extras
+        with a method `ready` are asked: it raises while weights or cache are gone."""
         self.check_open()
         for extra in self.extras:
             getattr(extra, "ready", bool)()
@@ -168,13 +168,13 @@ class LLM(plain.LLM):
                 raise ValueError(f"{extra!r} can't be removed: it is not among llm.extras")
             self.extras.remove(extra)
             self.hooks.keep(self.extras)
-            self.scheduler.sort()  # it may have had an order
+            self.scheduler.sort()  # the removed extra may have defined the order
 
     # ---------------------------------------------------- numbers and vLLM's words
 
     def get_metrics(self) -> list[Metric]:
-        """The engine's numbers now, in vLLM's names (`EngineMetrics.read`), and those of the extras
-        that have a method `metrics`, which returns such without labels of the engine."""
+        """The engine's metrics now, under vLLM's names (`EngineMetrics.read`), and those of extras
+        that have a method `metrics`, to which the engine's labels are added."""
         self.check_open()
         labels = {"model_name": self.config.model, "engine": "0"}
         numbers = self.metrics.read(self.scheduler)
@@ -255,12 +255,12 @@ class LLM(plain.LLM):
     # ------------------------------------------------------- what the extras have
 
     def extra(self, kind: type[AnExtra]) -> AnExtra | None:
-        """The extra of this class; None if there is none."""
+        """The engine's extra of this class; None if there is none."""
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
     def __getattr__(self, name: str):
-        """Called for missing names only: a method that an extra has, `embed` say. For a method of
-        vLLM's that is nowhere, the error names an alternative."""
+        """Called for missing names only. Finds the methods of extras, for example `embed`. For a
+        method that only vLLM has, the error names an alternative."""
         if name in METHODS:
             return method_of(self, name)
         raise AttributeError(missing_method(name, [*dir(type(self)), *METHODS]))

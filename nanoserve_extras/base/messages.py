@@ -1,18 +1,18 @@
-"""Messages as clients send them, in one form for all that means the same.
+"""Messages as clients send them, brought into one form.
 
     role        "user", "assistant", "system", "developer", "tool", or a template's own
-    content     a list of {"type": "text", "text": ...}, and of what an image was taken out of
+    content     a list of {"type": "text", "text": ...}, and of places of images
     tool_calls  {"type": "function", "function": {"name": ..., "arguments": an object}}
     reasoning_content            a thought
 
 Clients write a content as a text or in parts of several kinds, a call as `function_call` or
 `custom`, its arguments as an object or as JSON, a thought as `reasoning` or as a part.
 
-Invariant: what is empty, null and an absent key are one thing, and a template sees none of them
-(in the place of a content that is not there it sees ""). Arguments that are no JSON object are
-dropped, with a warning: a limit may have cut them, or the model may have written them so.
+Invariant: an empty value, null and an absent key mean the same, and a template sees none of them
+(for a missing content it sees ""). Arguments that are no JSON object are dropped, with a warning: a
+limit may have cut them, or the model may have written them so.
 
-In which form a template wants all this: template_forms.py.
+template_forms.py finds the form in which a template wants them.
 """
 
 import json
@@ -25,21 +25,21 @@ EMPTY = [{"type": "text", "text": ""}]
 
 
 class MediaError(ValueError):
-    """An image or a sound that this model, as it was started, can't be shown."""
+    """An image or a sound that this engine can't take, with the options it was started with."""
 
 
 class Taken(dict):
-    """The part of a message that an image was taken out of: {"type": "image"}."""
+    """The part of a message whose image was taken out: {"type": "image"}."""
 
 
 class Arguments(dict):
-    """What a call is given. text: the JSON that was sent."""
+    """The arguments of a call. text: the JSON that was sent."""
 
     text: str
 
 
 def tidy(message: dict, where: str) -> dict:
-    """The message in the form above. where: what an error calls it. Raises `ValueError`."""
+    """The message in the form above. where: its name in errors. Raises `ValueError`."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where}: a message needs a 'role' such as 'system', 'user' or "
@@ -60,7 +60,7 @@ def tidy(message: dict, where: str) -> dict:
 
 
 def _tidy_content(message: dict, kept: dict, where: str) -> list[dict]:
-    """Takes the content out of the entries that are kept, and returns its parts."""
+    """Remove the content from the entries in `kept`, and return its parts."""
     role, content = message["role"], kept.pop("content", None)
     if content is None and (role == "assistant" or message.get("content") in ("", [])):
         content = kept.pop("refusal", "")
@@ -74,7 +74,7 @@ def _tidy_content(message: dict, kept: dict, where: str) -> list[dict]:
 
 
 def _tidy_part(part: object, where: str) -> dict:
-    """A part that was taken out, a thought, or a text."""
+    """One part in the form above: the place of an image, a thought, or a text."""
     if isinstance(part, Taken):
         return part
     kind = str(part.get("type")) if isinstance(part, dict) else ""
@@ -89,7 +89,7 @@ def _tidy_part(part: object, where: str) -> dict:
 
 
 def _text_of_document(part: dict, where: str) -> str | None:
-    """Of Anthropic's documents, behind their title. None if it has another source than text."""
+    """The text of an Anthropic document, after its title. None if its source is no text."""
     source, title = part.get("source"), part.get("title")
     if not isinstance(source, dict):
         return None

@@ -1,4 +1,4 @@
-"""What the engine did, in numbers: counters and histograms, and a snapshot in vLLM's names.
+"""Metrics of an engine: counters and histograms, and a snapshot under vLLM's names.
 
 A request's own times and counts are in its `RequestOutput.metrics` (request.py). They are
 set here, and counted over all requests:
@@ -8,17 +8,17 @@ set here, and counted over all requests:
        └────────────── TTFT ───────────────┘
        └────────── end to end ──────────────────────────────────┘
 
-Invariant: metrics observe. The engine tells them, like any extra, what was `added`, `scheduled`,
-`updated` and `ended`; no decision depends on their counts, so they change no token. Their cost a
-step grows with the number of sequences that get a token. A request enters the histograms when the
-last of its samples has ended, and only if it got a token: one that was aborted before has no times.
+Invariant: metrics only observe. They are an extra with the hooks `added`, `scheduled`, `updated`
+and `ended`; no decision depends on their counts, so they change no token. Their cost per step grows
+with the number of sequences that get a token. A request enters the histograms when the last of its
+samples has ended, and only if it got a token: a request that was aborted earlier has no times.
 
-Known limit: between two tokens that one step brought (drafts that were right) no time passes; the
-step's time is divided among them.
+Known limit: several tokens of one step (accepted drafts) arrive at the same time; the step's time
+is divided among them.
 
-A snapshot is made when it is asked for (`LLM.get_metrics`): gauges are read off the scheduler then,
-and are never kept. In a metrics library with a global registry, as vLLM has it, two engines in one
-process would share their numbers.
+A snapshot is made on request (`LLM.get_metrics`): gauges are read from the scheduler at that time,
+and are not stored. With a metrics library that has a global registry, as vLLM uses it, two engines
+in one process would share their numbers.
 """
 
 import time
@@ -49,14 +49,14 @@ HISTOGRAMS = {
     "e2e_request_latency_seconds": OF_REQUEST, "request_queue_time_seconds": OF_REQUEST,
     "request_inference_time_seconds": OF_REQUEST, "request_prefill_time_seconds": OF_REQUEST,
     "request_decode_time_seconds": OF_REQUEST, "request_params_n": SAMPLES,
-    # Of these the limits are 1, 2, 5, 10, 20, 50 ... up to `max_model_len`.
+    # The limits of these are 1, 2, 5, 10, 20, 50 ... up to `max_model_len`.
     "request_prompt_tokens": (), "request_generation_tokens": (), "request_params_max_tokens": ()}
 
 
 @dataclass
 class Metric:
-    """What `get_metrics` lists, in vLLM's classes. `name` and `labels` as in Prometheus; those that
-    all of an engine's numbers have are added there."""
+    """An entry of `get_metrics`, in one of vLLM's classes. `name` and `labels` are as in
+    Prometheus; the labels that all of an engine's metrics have are added there."""
 
     name: str
     labels: dict[str, str]
@@ -114,9 +114,10 @@ class EngineMetrics(Extra):
     def __init__(self, clock: Callable[[], float] = time.monotonic,
                  wall: Callable[[], float] = time.time):
         self.clock, self.wall = clock, wall
-        # Of all that have not ended: the request's times, and all of its samples.
+        # For each sequence that has not ended: its request's times, and all of its samples.
         self.open: dict[Sequence, tuple[RequestStateStats, list[Sequence]]] = {}
-        # When a sequence got its last token: those of `latest`, the last step's, at `latest_at`.
+        # When a sequence got its last token. Those in `latest` got it in the last step, at
+        # `latest_at`.
         self.last_token: dict[Sequence, float] = {}
         self.latest, self.latest_at = dict[Sequence, list[int]](), 0.0
         self.num_steps = 0
@@ -124,13 +125,13 @@ class EngineMetrics(Extra):
         self.num_queries = self.num_hits = 0  # tokens looked up in the prefix cache, and found
         self.num_preemptions = 0
         self.num_drafts = self.num_draft_tokens = 0
-        self.num_accepted: list[int] = []  # by their place in a draft; empty if nobody drafts
+        self.num_accepted: list[int] = []  # by their place in a draft; empty without drafts
         self.num_finished = dict.fromkeys(("stop", "length", "abort"), 0)
         self.histograms: dict[str, Distribution] = {}
 
     def attach(self, engine: Any) -> None:
-        """Whether prompts are looked up at all, how many tokens are guessed at most for a row, and
-        how long a request can be."""
+        """Read from the engine whether prompts are looked up, the largest number of drafts of a
+        row, and the longest request."""
         self.prefix_caching = engine.config.enable_prefix_caching
         self.num_accepted = [0] * (engine.scheduler.most_drafts or 0)
         lengths = one_two_five(engine.config.max_model_len)
@@ -145,8 +146,8 @@ class EngineMetrics(Extra):
     def scheduled(self, step: Step) -> None:
         """A step was planned.
 
-        A look-up after a preemption is not counted: the sequence looks for blocks that it has
-        filled itself. (vLLM counts such look-ups separately.)
+        A look-up after a preemption is not counted: the sequence finds blocks that it has filled
+        itself. (vLLM counts such look-ups separately.)
         """
         self.num_steps += bool(step.num_new_tokens)
         self.num_preemptions += len(step.preempted)
@@ -159,11 +160,12 @@ class EngineMetrics(Extra):
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 
     def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
-        """A step has finished. accepted: the new tokens of each sequence, none where it was pooled;
-        a stop string may still remove the last ones.
+        """A step has finished. accepted: the new tokens of each sequence, none if it was pooled; a
+        stop string may still remove the last ones.
 
-        A step's size is vLLM's: its new tokens, first ones included, and the whole prompts that
-        they follow, however many steps computed them. A chunk alone makes no observation.
+        A step's size is defined as in vLLM: its new tokens, first tokens included, and for each
+        first token the whole prompt, however many steps computed it. A step that only computes a
+        chunk of a prompt is not observed.
         """
         now, open_ = self.clock(), self.open
         num_new, before = sum(map(len, accepted.values())), self.num_prompt_tokens
@@ -184,7 +186,7 @@ class EngineMetrics(Extra):
                 self._count_drafts(open_[seq][0], len(drafts), step.num_right(seq))
 
     def _count_drafts(self, stats: RequestStateStats, num_drafts: int, num_right: int) -> None:
-        """Whoever has guessed them, an extra of one's own too."""
+        """Count drafts, whichever drafter made them, a user's own included."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         stats.num_draft_tokens += num_drafts
@@ -193,8 +195,9 @@ class EngineMetrics(Extra):
             self.num_accepted[place] += 1
 
     def _observe_waits(self, accepted: dict[Sequence, list[int]], num_new: int, now: float) -> None:
-        """Times between tokens, of all that have waited equally long at once. Mostly these are the
-        sequences of the last step, which a comparison of two sets finds out faster than a loop."""
+        """Observe the times between tokens; sequences that waited equally long are observed
+        together. Mostly these are the sequences of the last step, and comparing two sets is faster
+        than a loop."""
         waits = {self.latest_at: (len(accepted), num_new)}
         if accepted.keys() != self.latest.keys():
             self.last_token.update((seq, self.latest_at) for seq in self.latest if seq in self.open)
@@ -221,8 +224,8 @@ class EngineMetrics(Extra):
                     self._count(stats.snapshot(siblings), siblings[0])
 
     def _count(self, stats: RequestStateStats, seq: Sequence) -> None:
-        """A request has ended. Its arrival is on another clock than the rest, so what lies before
-        the first token comes from `first_token_latency`."""
+        """A request has ended. Its arrival is on another clock than its other times, so the time
+        until its first token is taken from `first_token_latency`."""
         decode = stats.last_token_ts - stats.first_token_ts
         found = dict(
             time_to_first_token_seconds=stats.first_token_latency,
@@ -242,7 +245,7 @@ class EngineMetrics(Extra):
             self.histograms[name].observe(value)
 
     def read(self, scheduler: Scheduler) -> list[Metric]:
-        """A snapshot, in the names and types of vLLM's `LLM.get_metrics()`.
+        """A snapshot, with the names and types of vLLM's `LLM.get_metrics()`.
 
         "vllm:kv_cache_usage_perc" is a number from 0 to 1, in spite of its name; cached blocks that
         nobody uses count as free. Samples are counted, not requests: n=2 is two.

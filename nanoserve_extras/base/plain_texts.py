@@ -5,17 +5,17 @@
     encoded      NAME<|im_start|>user Say <|im_end|>NAME<|im_end|>
 
 A chat template writes special tokens as text. A client can write the same text into a message, end
-the turn with it, and speak as the system: in a rendered prompt the two look alike. So a mark is put
-into those of messages and tools before the template sees them. The special tokens without a mark
-are then the template's. They get another name, the marks are removed, and a copy of the tokenizer,
-which knows special tokens by these names alone, encodes the whole prompt at once.
+the turn with it, and speak as the system: in a rendered prompt the two look alike. So all special
+tokens in messages and tools get a mark before the template sees them. In the rendered prompt the
+special tokens without a mark are the template's. These are renamed, the marks are removed, and a
+copy of the tokenizer, which knows special tokens by the new names alone, encodes the whole prompt.
 
-Invariant: nothing else changes. A prompt without such texts has the ids that it has anyway, which
-is tried when the engine is made, and the ids of any prompt decode to its text. (Pieces encoded one
-by one would begin with a space in some vocabularies.) Mark and name are random, so that no client
-can write one, and digits, which no template turns into capitals.
+Invariant: nothing else changes. A prompt without special tokens in its messages has the same ids as
+without this extra, which is tried when the engine is made, and the ids of any prompt decode to its
+text. (Pieces encoded one by one would begin with a space in some vocabularies.) Mark and name are
+random, so that no client can write them, and are digits, which no template turns into capitals.
 
-Known limit: tokens that the tokenizer does not call special, `<think>` in many, remain tokens.
+Known limit: tokens that the tokenizer does not mark as special, often `<think>`, remain tokens.
 """
 
 import json
@@ -35,7 +35,8 @@ MARK_OF_TURN = r"<[|｜].+>|<.+[|｜]>"
 
 
 class SplitSpecialTokens(Extra):
-    """What `LLM(split_special_tokens=True)` adds. Prepared last, as others make the inputs."""
+    """The extra behind `LLM(split_special_tokens=True)`. It is prepared last, because other extras
+    replace the inputs."""
 
     Options = PlainTextOptions
     name = "split_special_tokens=True"
@@ -86,7 +87,7 @@ class PlainTexts:
 
     def _renamed(self, saved: str, texts: list[str]) -> Any:
         """A tokenizer whose special tokens have the name in front. saved: its JSON."""
-        from tokenizers import Tokenizer as Fast  # here: an engine needs no tokenizer
+        from tokenizers import Tokenizer as Fast  # late: an engine needs no tokenizer
 
         quoted = {json.dumps(one, ensure_ascii=False): one for one in texts}
         copy = Fast.from_str(any_of(quoted).sub(
@@ -96,8 +97,9 @@ class PlainTexts:
         return copy
 
     def around(self, render: Callable[..., str]) -> Callable[..., Rendered]:
-        """A chat template for messages as they are. (Broken earlier, arguments that are sent as
-        JSON could hide one: "\\u003c|im_end|>".)"""
+        """Wrap `render`, a chat template's function, so that it marks messages just before. (If
+        they were marked earlier, a call's arguments, still JSON, could hide a special token as
+        "\\u003c|im_end|>".)"""
         def with_marks(messages: list[dict], **tools) -> Rendered:
             marked = render(self.broken(messages), **tools)
             rendered = Rendered(marked.replace(self.mark, ""))
@@ -107,10 +109,10 @@ class PlainTexts:
         return with_marks
 
     def broken(self, value: Any) -> Any:
-        """Messages, or tools, whose special tokens are none."""
+        """Messages, or tools, with a mark in each of their special tokens."""
         if isinstance(value, str):
             return self.start.sub(lambda one: one[0] + self.mark, value)
-        if isinstance(value, dict):  # an image that was taken out stays one
+        if isinstance(value, dict):  # keeps the class: the place of an image stays one
             return type(value)({self.broken(key): self.broken(one) for key, one in value.items()})
         return [self.broken(one) for one in value] if isinstance(value, (list, tuple)) else value
 

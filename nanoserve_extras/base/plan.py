@@ -1,4 +1,4 @@
-"""What an engine will be made of, with what extras tell each other about it."""
+"""The plan of an engine, with the fields by which extras add to it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from nanoserve import llm as plain
 
 @dataclass(frozen=True)
 class Plan(plain.Plan):
-    """As the plain engine's. Extras that write these fields need the extras' `LLM`."""
+    """The plain engine's plan with more fields. Extras that set them need the extras' `LLM`."""
 
     make_pooler: Callable | None = None  # for a network that brings its own pooler
     network: str = "nanoserve"  # the author of its code

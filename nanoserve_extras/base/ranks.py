@@ -1,11 +1,11 @@
 """Ranks that watch each other's heartbeats, and send to one another.
 
 `WatchedRanks` is what `nanoserve_extras.base.llm.LLM` hands to `start_ranks` in the place of
-`Ranks`. It adds what only extras use: messages between two ranks, and groups of some of them, for
-stages (layer_plan.py); and what it takes to notice a rank that lives and does not answer: at the
-start the first collectives of GPUs, and later heartbeats (watch.py).
+`Ranks`. It adds messages between two ranks and groups of some ranks, both for pipeline stages
+(layer_plan.py). It also notices a rank that is alive and does not answer: at start-up by the first
+collectives between GPUs, later by heartbeats (watch.py).
 
-Bytes for all ranks, an adapter's weights say: `hand_out`, which takes plain ranks, too.
+`hand_out` sends bytes to all ranks, for example an adapter's weights. It takes plain ranks, too.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nanoserve.parallel import Ranks, options_of
 from nanoserve_extras.base.watch import Heartbeats
 
-TAGS = 2 ** 16  # gloo's numbers of messages; far more than are ever on their way
+TAGS = 2 ** 16  # gloo's tags of messages; far more than are ever in flight
 FIRST_SECONDS = 60.0  # for the first collectives of GPUs, see `try_collectives`
 
 
@@ -32,15 +32,15 @@ class WatchedRanks(Ranks):
         self.parts: dict[str, Ranks] = {}  # see `part`
         self.busy = False  # inside `together` or `waiting`, where a dead rank would block this one
         self.posts = False  # see `post_broadcasts`
-        self.posted: deque = deque()  # numbers on their way to other ranks, see `post`
+        self.posted: deque = deque()  # tensors on their way to other ranks, see `post`
         self.number = 0  # counts broadcasts between the hosts: on all ranks the same
-        self.done = 0  # the last such number after which this rank has sent all that it had to
+        self.done = 0  # the last broadcast for which this rank has sent all its messages
         self.awaited: list[int] = []  # a message's sender, its number, and its delay in beats
 
     def part(self, name: str, members: range) -> Ranks:
-        """Some of the ranks, this one among them, as a group with shares and collectives of its
-        own. All of its members call it; the same name is the same group. This object goes on
-        watching whether they live."""
+        """A group of some of the ranks, this one among them, with its own shares and collectives.
+        All members must call it; the same name gives the same group. This object goes on watching
+        whether all ranks are alive."""
         if name not in self.parts:
             self.parts[name] = part = Ranks(members.index(self.rank), len(members))
             if part.size > 1:
@@ -50,38 +50,38 @@ class WatchedRanks(Ranks):
     # --------------------------------------------------------------- messages
 
     def post_broadcasts(self) -> None:
-        """From here on rank 0 doesn't wait until all ranks have what it broadcasts between the
-        hosts: the last stage of a pipeline may still be busy with an earlier step."""
+        """From here on rank 0 doesn't wait until all ranks have received a broadcast between hosts:
+        the last stage of a pipeline may still be busy with an earlier step."""
         self.posts = True
 
     def broadcast_host(self, x: torch.Tensor) -> None:
         if self.posts and self.rank == 0:
-            x = x.clone()  # the caller may write to its own at once
+            x = x.clone()  # the caller may write to its tensor at once
             self.post(x, self.control.broadcast, [x], options_of(dist.BroadcastOptions))
         else:
             super().broadcast_host(x)
         self.number += 1
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Send numbers to one other rank, without waiting until it has received them."""
+        """Send a tensor to one other rank, without waiting until it was received."""
         self.post(x, self.control.send, [x], to, self.number % TAGS)
 
     def post(self, x: torch.Tensor, collective: Callable, *args) -> None:
-        """Begin a collective, and keep its numbers until it has ended."""
+        """Begin a collective, and keep its tensor alive until it has ended."""
         self.posted.append((x, collective(*args)))
         while len(self.posted) > 2 * self.size:
             _, work = self.posted.popleft()
             self._run(lambda work=work: work)
 
     def receive(self, x: torch.Tensor, source: int, number: int) -> torch.Tensor:
-        """Wait for what another rank sends, which is as long as `x`; returns `x`, filled. number:
-        the sender's `number` when it sends this, so that a later message is not taken for it."""
+        """Wait for a tensor of the size of `x` from another rank; returns `x`, filled. number: the
+        sender's `number` at the time of sending, so that a later message is not taken for it."""
         self.awaited = [source, number, 0]
         self._run(self.control.recv, [x], source, number % TAGS)
         self.awaited = []
         return x
 
-    # ------------------------------------------------------- living and dying
+    # ------------------------------------------------------- start and end
 
     def connect(self, store: dist.Store, device: str, children: list[subprocess.Popen],
                 address: str | None = None) -> None:
@@ -114,7 +114,7 @@ class WatchedRanks(Ranks):
 
     def close(self) -> None:
         super().close()
-        self.parts.clear()  # their groups hold the store as well
+        self.parts.clear()  # their groups keep the store alive, too
 
 
 def gather_best(ranks: Ranks, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
-"""A request with what only extras and servers ask of it: times, a salt, its prompt's template.
+"""A request with the fields that only extras and servers need: times, a salt, a template.
 
-A salt keeps tenants apart: a prompt's blocks are found only by prompts with the same salt, so the
-time of an answer does not tell what others have asked. Its blocks begin at a root of their own, as
-those of an adapter do.
+A salt keeps tenants apart: a prompt's blocks are found only by prompts with the same salt, so
+response times do not tell what others have asked. Each salt has a root of its own in the prefix
+cache, as each adapter has.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from nanoserve.detokenizer import Detokenizer, StopStrings
 from nanoserve.hooks import Extra
 from nanoserve.sequence import CacheEntry, Sequence
 
-# One root for each salt, as long as a request or a cached block begins at it.
+# One root for each salt, kept as long as a request or a cached block begins at it.
 SALTED: WeakValueDictionary[tuple[CacheEntry | None, str], CacheEntry] = WeakValueDictionary()
 
 
 @dataclass
 class RequestStateStats:
-    """When things happened to a request, and how much of it there was: `RequestOutput.metrics`.
+    """Times and token counts of a request: `RequestOutput.metrics`.
 
     The names are vLLM V1's, of its class of this name; the last six are ours. `arrival_time` is
     a wall clock's (`time.time`), the `_ts` are `time.monotonic`'s: 0.0 means "not yet". With n > 1
-    a time is the first sample's to get there (`last_token_ts`: the last's); counts are of all.
+    a time is that of the first sample to reach it (`last_token_ts`: the last), and counts are sums.
     """
 
     num_generation_tokens: int = 0
@@ -41,11 +41,11 @@ class RequestStateStats:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_samples: int = 1
-    num_draft_tokens: int = 0  # guessed: without those that a grammar forces
-    num_accepted_tokens: int = 0  # of them, those that were right
+    num_draft_tokens: int = 0  # without the tokens that a grammar forces
+    num_accepted_tokens: int = 0  # drafts that were accepted
 
     def snapshot(self, sequences: list[Sequence]) -> "RequestStateStats":
-        """As of now: a copy, because an output that was handed over changes no more."""
+        """A copy as of now, because an output must not change after it was handed over."""
         return replace(
             self, num_prompt_tokens=sequences[0].num_prompt_tokens,
             num_generation_tokens=sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences),
@@ -62,10 +62,10 @@ HANDED_ON = {"lora_request": "make the engine with enable_lora=True",
 
 @dataclass(eq=False)
 class Request(plain.Request):
-    """As the plain engine's."""
+    """The plain engine's request, with more fields."""
 
     cache_salt: str | None = None  # only requests with the same one find its blocks
-    chat_template: str | None = None  # it wrote the prompt; None: the tokenizer's own, if any
+    chat_template: str | None = None  # that wrote the prompt; None: the tokenizer's, if any
     lora_request: object = None  # the adapter that the caller names
     made: dict[object, Any] = field(default_factory=dict)  # extra -> its object for the request
     make_stops: Callable[[SamplingParams], StopStrings] = StopStrings  # called for each sample
@@ -99,7 +99,7 @@ class Request(plain.Request):
 
 
 def salted(root: CacheEntry | None, salt: str | None) -> CacheEntry | None:
-    """The root, of an adapter say, for those who know the salt."""
+    """The root for requests with this salt, below `root` (an adapter's, for example)."""
     if salt is None:
         return root
     key = sha256((b"" if root is None else root.key) + salt.encode(errors="surrogatepass")).digest()

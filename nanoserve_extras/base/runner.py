@@ -1,8 +1,8 @@
 """A rank's `ModelRunner` with what extras need: another network, adapters, states beside the cache.
 
     nanoserve.model_runner     here
-    RankParts                  Parts: what extras make on each rank
-    make_networks, read        networks of transformers', one that drafts, poolers, stages
+    RankParts                  Parts: objects of extras on each rank
+    make_networks, read        networks of transformers, draft networks, poolers, stages
     compute, finish            blocks that are copied before a step; vectors in place of tokens
                                load, unload: other weights in a running engine
 
@@ -32,17 +32,17 @@ from nanoserve_extras.base.weight_files import find_weights
 
 @dataclass(frozen=True)
 class Parts(RankParts):
-    """What extras give the runner of each rank."""
+    """The functions and objects that extras give to the runner of each rank."""
 
-    traced: bool = False  # ranks tell when they computed
-    # What a rank above 0 does with a message that is no step, by the message's first number.
+    traced: bool = False  # ranks report when they computed
+    # How a rank above 0 answers a message that is no step, by the message's first number.
     calls: dict[int, Callable[["Runner", torch.Tensor], None]] = field(default_factory=dict)
     weights: Callable[..., Tensors] = find_weights  # those that fill a `Decoder`
-    decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
+    decoder: Callable[..., Decoder] = Decoder  # or a class with a part of the layers
     make_network: Callable[..., nn.Module] | None = None  # (placement, tensors): not a `Decoder`
     make_draft: Callable[["Runner"], nn.Module] | None = None  # network 1, which drafts
-    pooler: object = None  # it takes the place of the LM head and the sampler
-    # (network, hidden, finish), where another rank has the hidden states: gives an output on which
+    pooler: object = None  # replaces the LM head and the sampler
+    # (network, hidden, finish), if another rank has the hidden states: returns an output, whose
     # `tolist` receives them and calls `finish`.
     finish_later: Callable | None = None
     make_adapters: Callable | None = None  # (runner), called when its weights are loaded
@@ -55,7 +55,7 @@ class Runner(ModelRunner):
     parts: Parts
     adapters: object = None  # these two: see `Parts`
     copier: object = None
-    kv_shapes: list[tuple[int, int]] = []  # they stay, also while there are no weights
+    kv_shapes: list[tuple[int, int]] = []  # kept while there are no weights
     unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
 
     @property
@@ -63,20 +63,20 @@ class Runner(ModelRunner):
         return self.parts.pooler
 
     def make_networks(self) -> None:
-        self.networks: list[nn.Module] = []  # the one that is served, and perhaps one that drafts
+        self.networks: list[nn.Module] = []  # the served one, and perhaps a draft network
         self.on_load: list[Callable[[nn.Module], None]] = []  # extras are told of each new network
         if self.parts.make_draft is not None:
             self.networks.append(self.parts.make_draft(self))
         self.load()
-        if hasattr(self.model, "most_rows"):  # it keeps states for so many sequences alone
+        if hasattr(self.model, "most_rows"):  # it has states for so many sequences only
             most = min(self.config.max_num_seqs, self.model.most_rows)
             self.config = replace(self.config, max_num_seqs=most)
         if self.parts.make_adapters is not None:
             self.adapters = self.parts.make_adapters(self)
 
     def load(self, tensors: Tensors | None = None) -> None:
-        """Make the network that is served, once more if need be. tensors: its weights, if they are
-        not those in its folder. After an error there is none."""
+        """Make the served network, or make it anew. tensors: its weights; None: those in its
+        folder. After an error there is no network."""
         self.unload()
         make = self.parts.make_network
         with self.on_device():
@@ -89,8 +89,8 @@ class Runner(ModelRunner):
         self.give_back()
 
     def unload(self, weights: bool = True, kv_cache: bool = False) -> None:
-        """Give memory back to the system: that of the network that is served, or of the KV cache,
-        and of the graphs, which read both. There can be no step until it is taken again."""
+        """Free the memory of the served network or of the KV cache, and of the graphs, which read
+        both. No step can run until they are loaded and allocated again."""
         self.synchronize()
         if weights and self.model is not None:
             self.networks.remove(self.model)
@@ -99,7 +99,7 @@ class Runner(ModelRunner):
         if kv_cache:
             self.kv_cache = []
         if weights and kv_cache:
-            self.unrounded = None  # other layers may come
+            self.unrounded = None  # the next network may have other layers
         self.graphs = None
         self.give_back()
 
@@ -116,7 +116,7 @@ class Runner(ModelRunner):
         return model
 
     def largest_steps(self) -> list[Step]:
-        """One for each network: the one that drafts may be the wider one."""
+        """One step for each network: the draft network may be the wider one."""
         steps: list[Step] = []
         for network in range(len(self.networks)):
             [step] = super().largest_steps()
@@ -131,10 +131,10 @@ class Runner(ModelRunner):
         return self.kv_cache[len(self.model.kv_shapes):] if batch.network else self.kv_cache
 
     def note_caches(self) -> None:
-        """What the caches look like, those of a network that drafts behind the served one's."""
+        """Note the caches' shapes: first the served network's, then the draft network's."""
         self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
         if self.config.kv_cache_dtype == "int8" and self.unrounded is None:
-            # Once: a cache keeps its layout.
+            # Decided once, because a cache's layout can't change later.
             own = getattr(self.model, "too_wide", None)
             self.unrounded = too_wide(self.model) if own is None else own()
 
@@ -144,7 +144,7 @@ class Runner(ModelRunner):
 
     @property
     def window(self) -> int | None:
-        """A draft network looks back from one token earlier."""
+        """The attention window. A draft network looks back from one token earlier."""
         windows = [network.config.window for network in self.networks]
         return None if None in windows else max(windows) + len(windows) - 1
 
@@ -155,25 +155,25 @@ class Runner(ModelRunner):
                 self.copier = self.parts.make_copier(self)
 
     def record(self) -> None:
-        """Where weights and cache are there, which an engine that sleeps lacks."""
+        """Record graphs, if weights and cache exist: an engine that sleeps lacks them."""
         if self.wants_graphs and self.kv_cache and self.model is not None:
             with self.on_device():
                 super().record()
 
     @property
     def recorder(self) -> Callable[..., ExtrasRecorder]:
-        """Another network than a `Decoder` brings a class of its own."""
+        """The recorder's class; a network that is no `Decoder` may have its own."""
         return partial(getattr(self.model, "recorder", ExtrasRecorder),
                        num_networks=len(self.networks), num_drafts=self.parts.num_drafts)
 
     @property
     def wants_graphs(self) -> bool:
-        """Not where ranks have parts of the layers, which hosts hand on."""
+        """Whether to record graphs: not if stages pass hidden states on through the hosts."""
         is_whole = self.parts.decoder is Decoder and self.parts.finish_later is None
         return super().wants_graphs and is_whole
 
     def run(self, message: torch.Tensor, step: Step | None = None) -> SamplerOutput | None:
-        """Also what is no step: an adapter's weights, say."""
+        """Run a step, or a call that is no step, for example loading an adapter's weights."""
         if step is None and message[0] < 0:
             return self.parts.calls[int(message[0])](self, message)
         return super().run(message, step)
@@ -181,7 +181,7 @@ class Runner(ModelRunner):
     def compute(self, batch: Batch, step: Step | None) -> SamplerOutput:
         if self.copier is not None:  # before the step reads or writes a block
             self.copier.move(batch.host, self.kv_cache)
-        if not batch.num_tokens:  # it only saved blocks
+        if not batch.num_tokens:  # the step only saved blocks
             return SamplerOutput(batch.logits_indices.long())
         return super().compute(batch, step)
 
@@ -197,7 +197,7 @@ class Runner(ModelRunner):
             compute_logits=network.compute_logits, ops=self.ops, chosen=chosen))
 
     def choose(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
-        """Of greedy rows each rank sends its best token alone. Drafts are greedy."""
+        """For greedy rows each rank sends its best token only. Drafts are greedy."""
         network = self.networks[batch.network]
         if self.ranks.size > 1 and batch.is_greedy and isinstance(network, Decoder):
             return likeliest(network, hidden)
@@ -216,7 +216,7 @@ class Runner(ModelRunner):
             return super().fetch(output)
 
     def give_back(self) -> None:
-        """Return freed memory to the system. By itself it goes back to torch alone."""
+        """Return freed memory to the system. Without this call torch would keep it."""
         return_freed_memory()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -231,7 +231,7 @@ def likeliest(model: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
     """The argmax of `compute_logits`, (num_rows,), on rank 0; None on the others."""
     logits = model.own_logits(hidden)
     ids = model.on.ops.argmax(logits)[:, None]
-    # A row in which one rank finds no token gets none: that rank's value, infinity, is highest.
+    # If one rank finds no token for a row, the row gets none: that rank's value is infinity.
     is_none = ids == NO_TOKEN
     best = logits.gather(1, ids.clamp(min=0)).masked_fill(is_none, torch.inf)
     ids = (model.embed_tokens.tokens.start + ids).masked_fill(is_none, NO_TOKEN)
@@ -254,8 +254,9 @@ def too_wide(model: Decoder) -> list[int]:
 
 
 def fit_8_bits(x: torch.Tensor) -> bool:
-    """Whether one scale a head suits keys or values, (num_tokens, heads, head_dim). Qwen 2.5's keys
-    have biases of hundreds in a few channels: what differs between tokens would be rounded away."""
+    """Whether one scale per head suits keys or values, (num_tokens, heads, head_dim). In a few
+    channels Qwen 2.5's keys have biases of hundreds, beside which the differences between tokens
+    would be rounded away."""
     wide = x.float().transpose(0, 1)  # (heads, num_tokens, head_dim)
     differences = wide.diff(dim=1).abs()  # between a token and the next
     typical = differences.median(2).values.median(1).values  # (heads,); 0.95 for normal numbers

@@ -1,4 +1,4 @@
-"""`SamplingParams` that take vLLM's words, too: `from nanoserve import SamplingParams`."""
+"""`SamplingParams` that also take vLLM's names: `from nanoserve import SamplingParams`."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ from nanoserve_extras.base.vllm import takes_vllms_words
 
 
 def with_ids(biases: dict) -> dict:
-    """JSON has only texts as keys: as in vLLM's server, "5" is token 5. Raises `ValueError` for a
-    token that comes twice."""
+    """Biases by token ids. Keys in JSON are strings: as in vLLM's server, "5" is token 5. Raises
+    `ValueError` for a token that comes twice."""
     kept: dict = {}
     for key, bias in biases.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
@@ -20,7 +20,7 @@ def with_ids(biases: dict) -> dict:
 
 @takes_vllms_words("SamplingParams", "SamplingParams")
 class SamplingParams(plain.SamplingParams):
-    """As the plain engine's, without a field more."""
+    """The plain engine's class, with the same fields."""
 
     __doc__ = plain.SamplingParams.__doc__
     stack_level = plain.SamplingParams.stack_level + 2  # the decorator's call, and the one below

@@ -1,6 +1,6 @@
-"""On what an engine runs, how, and with how much memory: a line at the start, and all of it.
+"""Descriptions of an engine: one line at start-up, and the full `LLM.describe()`.
 
-Invariant: a slow path is never silent, nor are fewer bits: both stand in the line.
+Invariant: the line at start-up always names a slow path and reduced precision.
 """
 
 from pathlib import Path
@@ -13,11 +13,11 @@ from nanoserve.self_test import load_backend
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.runner import Runner
 
-LONGEST = 109  # of the line, behind "nanoserve: ": it fits on one of a terminal with 120 columns
+LONGEST = 109  # characters behind "nanoserve: ": fits into a terminal of 120 columns
 
 
 def greet(plan: Plan, config: EngineConfig, runner: Runner, num_blocks: int) -> str:
-    """The line at the start. config: the engine's own, behind the plan's. What finds no room is in
+    """The line at start-up. config: the engine's settled options. What does not fit is in
     `LLM.describe()`."""
     kernels = "" if config.kernels in ("cpu", "triton") else f"kernels={config.kernels!r}"
     graphs = "no graphs" if config.on_gpu and not runner.graphs else ""
@@ -45,7 +45,7 @@ def device_of(config: EngineConfig, runner: Runner) -> str:
 
 
 def describe(plan: Plan, config: EngineConfig, runner: Runner, num_blocks: int) -> str:
-    """All of it."""
+    """The full description."""
     c = config
     ranks = f" on {runner.ranks.size} ranks" if runner.ranks.size > 1 else ""
     graphs = f"graphs up to {c.max_num_seqs}" if runner.graphs else "no graphs"

@@ -1,4 +1,4 @@
-"""Many requests in one line to read: `generate(summarize=True)`, and the simulation's figures.
+"""A summary of many requests in one line: `generate(summarize=True)`, and the simulation's figures.
 
 The words of the field:
 
@@ -8,7 +8,7 @@ The words of the field:
     hit rate     prompt tokens found in the prefix cache / prompt tokens looked up
     p99          the value that 99 of 100 requests stay below (nearest rank: the 99th of 100)
 
-What is summed up here was measured in metrics.py.
+metrics.py measures the times that are summed up here.
 """
 
 from math import ceil
@@ -17,7 +17,7 @@ from nanoserve_extras.base.request import RequestStateStats
 
 
 def summary(metrics: list[RequestStateStats], seconds: float) -> str:
-    """One line over finished requests and the `seconds` they took together.
+    """One line about finished requests and the `seconds` that they took together.
 
     Requests without a token (aborted) have no TTFT, those with one token no time per output token.
     """

@@ -15,12 +15,12 @@ A template is a program with rules, and conversations break them:
 
 So the conversation is rendered in the form that most templates read, and the prompt is examined: is
 each message's text in it, and no Python object? If not, the next form is tried. vLLM reads the
-template's source instead, to find out whether it loops over parts; here only its output counts.
+template's source instead, to find out whether it loops over parts; here only the output counts.
 
-Invariant: no message is dropped without a word. A message whose text no form brings into the prompt
-is an error. A text that isn't found may have been changed on purpose, trimmed say, so the
-conversation is rendered once more with marks for texts and for the names of calls. Only what
-decorates a call may be dropped, with a warning: a text beside it. So may calls that no form writes:
+Invariant: no message is dropped silently. A message whose text is in the prompt of no form is an
+error. The template may change a text on purpose (trim it, for example), so if a text is not found,
+the conversation is rendered once more with marks in the place of texts and names of calls. Two
+things may be dropped, with a warning: a text beside a call, and calls that no form writes, because
 clients send their history to models without tools, too, and the template decides what such a model
 sees.
 """
@@ -39,8 +39,9 @@ FILLED = dict(description="", parameters=dict(type="object", properties={}))
 
 def render_messages(conversation: list[dict], render: Callable[..., str],
                     tools: list | None = None) -> str:
-    """render: messages, and `tools=` if there are any, to a prompt. Raises `ValueError` for a
-    message that is none, or that the template refuses or drops."""
+    """Render a conversation in the first form that works. render: takes messages, and `tools=` if
+    there are any, and returns the prompt. Raises `ValueError` for a malformed message, or one that
+    the template refuses or drops."""
     messages = [tidy(message, f"messages.{i}") for i, message in enumerate(conversation)]
     problem = without_calls = ""
     for chat, forms in _ways(messages, render, tools):
@@ -70,7 +71,7 @@ def render_messages(conversation: list[dict], render: Callable[..., str],
 
 
 def _warn(what: str) -> None:
-    """Python shows a warning once: an agent sends its history with each turn."""
+    """Warn. Python shows an equal warning once, although agents send their history each turn."""
     warnings.warn(f"{what}: the conversation goes on without", stacklevel=3)
 
 
@@ -83,7 +84,7 @@ class Form:
 
     template: Callable[..., str]
     in_parts: bool  # contents are lists of parts, and not texts
-    rearrange: Callable[[list[dict]], list[dict]] = list  # what becomes of messages with calls
+    rearrange: Callable[[list[dict]], list[dict]] = list  # changes messages with calls
     arguments_as_text: bool = False
 
     def render(self, chat: list[dict]) -> str:
@@ -104,8 +105,8 @@ class Form:
 
 def _ways(messages: list[dict], render: Callable[..., str],
           tools: list | None) -> Iterator[tuple[list[dict], list[Form]]]:
-    """Conversations, each with the forms that its calls may have. What is nearest to what was sent
-    comes first."""
+    """Conversations, each with the forms that its calls may have. The one nearest to the
+    conversation that was sent comes first."""
     chats = _with_other_roles(messages)
     for shown, in_parts, chat in product(_shown_tools(tools), (False, True), chats):
         template = partial(render, tools=shown) if shown else render
@@ -130,8 +131,8 @@ def _with_other_roles(messages: list[dict]) -> list[list[dict]]:
 
 
 def _alternating(chat: list[dict]) -> list[dict]:
-    """Neighbours of the same role are one message. Results stay apart, and so do calls: a text in a
-    message of its own would only decorate a call, and might be dropped."""
+    """Join neighbours of the same role to one message. Results stay apart, and so do calls: a text
+    that joined a call's message might be dropped."""
     found: list[dict] = []
     for one in chat:
         last = found[-1] if found else {}
@@ -143,7 +144,7 @@ def _alternating(chat: list[dict]) -> list[dict]:
 
 
 def _with_thoughts(chat: list[dict]) -> list[dict]:
-    """A text between a thought and a call belongs to the thought."""
+    """Move a text between a thought and a call to the thought."""
     found = []
     for one in chat:
         if "tool_calls" in one and isinstance(one.get("reasoning_content"), str):
@@ -154,7 +155,7 @@ def _with_thoughts(chat: list[dict]) -> list[dict]:
 
 
 def _one_by_one(chat: list[dict]) -> list[dict]:
-    """Each call is a message, and its result the next one."""
+    """Make each call a message of its own, followed by its result."""
     found: list[dict] = []
     for one in _with_thoughts(chat):
         first, *others = one.get("tool_calls", []) or [None]
@@ -166,8 +167,8 @@ def _one_by_one(chat: list[dict]) -> list[dict]:
 
 
 def _behind_its_call(chat: list[dict], result: dict) -> int:
-    """The place behind the last call with the result's id: some ids come again. The end of the
-    chat, if there is none."""
+    """The index behind the last call with the result's id (ids may be used again), or the end of
+    the chat if there is none."""
     for at in range(len(chat), 0, -1):
         ids = [call.get("id") for call in chat[at - 1].get("tool_calls", ())]
         if result.get("tool_call_id") in ids:
@@ -193,7 +194,7 @@ def _tool(tool: object, defaults: dict) -> object:
 
 @dataclass
 class Found:
-    """What the prompt has of the conversation."""
+    """Which parts of the conversation are in the prompt."""
 
     dropped: list[dict]  # messages whose texts are not written
     dropped_beside_calls: list[dict]  # the same, of messages with calls
@@ -218,9 +219,10 @@ def _examine(chat: list[dict], prompt: str, form: Form) -> Found:
 
 
 def _has_texts_in_order(chat: list[dict], prompt: str) -> bool:
-    """Proof enough for a chat of the usual roles alone. (Of other ones a text might be dropped, and
-    a short one stand in the prompt by chance.) Each text is searched behind the one before it, so a
-    long chat is read once."""
+    """Whether all texts are in the prompt, in order. This is proof enough only for a chat of the
+    usual roles. (Of other roles a template might drop a text, and a short text might be in the
+    prompt by chance.) Each text is searched behind the one before it, so a long chat is read once.
+    """
     if not all(one["role"] in ("user", "assistant") and "tool_calls" not in one for one in chat):
         return False
     at = 0
@@ -248,8 +250,7 @@ def _marked(message: dict, mark: str) -> dict:
 
 
 def _with(message: dict, change: Callable[[dict], dict], **changed) -> dict:
-    """The message with other entries, and with those that `change` makes of each call's function.
-    """
+    """The message with changed entries, and with `change` applied to each call's function."""
     if "tool_calls" in message:
         changed["tool_calls"] = [call | {"function": call["function"] | change(call["function"])}
                                  for call in message["tool_calls"]]

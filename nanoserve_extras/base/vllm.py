@@ -1,22 +1,22 @@
-"""vLLM's names for what has another name here, is not needed, or is missing: one table.
+"""vLLM's names for options that have another name here, are not needed, or are missing: one table.
 
-A script that was written for vLLM uses names that this engine does not have. What becomes of such a
-name stands in its row of `TABLE`:
+A script that was written for vLLM uses names that this engine does not have. A row of `TABLE` says
+how such a name is treated:
 
     enable_expert_parallel=True   another name for ours     handed on under our name
     disable_log_stats=True        changes no text           dropped, whatever its value
     tokenizer_mode="auto"         asks for nothing          dropped: leaving it out means the same
     tokenizer_mode="mistral"      asks for what is missing  `ValueError` with what to do instead
 
-Names of ours go first, so a field that config.py gets is known here at once. A name without a row
-is a `TypeError`, which proposes a name of ours only if the two are very similar.
+Our own names are looked up first, so a new field of config.py is known here at once. A name without
+a row is a `TypeError`, which proposes one of our names only if the two are very similar.
 
-Invariant: nothing is accepted and ignored. A name that could change the text is dropped only if its
+Invariant: no option is silently ignored. A name that could change the text is dropped only if its
 value asks for what happens anyway: None, one of `Row.nothing`, or else False, 0 or an empty one.
 
 `LLM`, `SamplingParams` and the methods read this table; the server has one more for its clients.
-What our own names mean is said in config.py. Not each of vLLM's names has a row: few of them are in
-any script, and a row that is never used grows old.
+config.py explains our own names. Not all of vLLM's names have a row: scripts use few of them, and a
+row that is never used goes out of date.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -29,7 +29,7 @@ Decorated = TypeVar("Decorated", bound=Callable)
 
 
 class Row(NamedTuple):
-    """Names of one kind. With neither a remedy nor a name of ours they are harmless.
+    """Names that are treated alike. With neither a remedy nor one of our names they are harmless.
 
     takers: "LLM" (its arguments; the command line, too), "SamplingParams", "call" (keywords of
     methods: generate(), embed() and others), "prompt" (a dict's keys), "pooling" (`PoolerConfig`
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
     takers: str
     names: str
-    remedy: str = ""  # the way round
+    remedy: str = ""  # what to do instead
     nothing: tuple = ()  # the values that ask for nothing, if these are not the empty ones
     ours: str = ""  # our name for it
 
@@ -89,9 +89,9 @@ TABLE = (
     # How it runs.
     Row("LLM", "enable_expert_parallel", ours="expert_parallel"),
     Row("call", "params", ours="sampling_params"),  # of vLLM's add_request
-    # Three names of ours, for which vLLM writes None where we have another default.
+    # Three of our names, whose default is None in vLLM and another value here.
     Row("LLM", "seed enable_prefix_caching enable_chunked_prefill", nothing=(None,)),
-    # They change no text: a preempted request is computed again, whatever room there is for it.
+    # These change no text: a preempted request is recomputed, whatever memory there is to swap.
     Row("LLM", "disable_log_stats disable_log_requests disable_custom_all_reduce "
         "disable_cascade_attn max_cpu_loras swap_space max_seq_len_to_capture "
         "mm_processor_cache_gb disable_mm_preprocessor_cache disable_chunked_mm_input "
@@ -155,7 +155,7 @@ TABLE = (
     Row("SamplingParams", "do_sample", "temperature=0 is greedy", (True,)),
     Row("SamplingParams", "n_predict num_predict max_length", "use max_tokens"),
     Row("SamplingParams", "stop_sequences", "use stop"),
-    Row("SamplingParams", "spaces_between_special_tokens"),  # there are none, as with False
+    Row("SamplingParams", "spaces_between_special_tokens"),  # no spaces are written, as with False
     Row("SamplingParams", "skip_clone"),  # a request has a copy of its own anyway
     Row("SamplingParams call", "truncate_prompt_tokens", "pass the last token ids of the prompt; "
         "for a pooling model set it in PoolingParams"),
@@ -165,7 +165,7 @@ TABLE = (
         ("auto", "string")),
     Row("call", "arrival_time", "requests are served as they come, or by priority="),
     Row("call", "tokenization_kwargs", "pass the token ids of the prompt"),
-    Row("call", "trace_headers prompt_text"),  # what is told to others, or shown anyway
+    Row("call", "trace_headers prompt_text"),  # for tracing systems; for outputs
     Row("call", "reset_running_requests", "abort the requests, or wait for their end: it returns "
         "False while any runs"),
     Row("call", "reset_connector reset_external", "the blocks of a kv_store stay: name another "
@@ -211,7 +211,7 @@ TABLE = (
         "LLM.model_config what config.json says"),
     Row("AsyncLLM", "vllm_config executor_class log_requests", "make it of an engine, "
         "AsyncLLM(LLM(model)), or by AsyncLLM.from_engine_args(EngineArgs(model=...))"),
-    Row("AsyncLLM", "log_stats usage_context start_engine_loop"),  # and these start as they do
+    Row("AsyncLLM", "log_stats usage_context start_engine_loop"),  # these change nothing here
     Row("AsyncLLM", "stat_loggers", "LLM.get_metrics() has the numbers, and the server /metrics"),
     Row("method", "set_tokenizer", "name it when the engine is made, with tokenizer="),
     # Pooling.
@@ -226,7 +226,7 @@ TABLE = (
 
 
 def rows_of(table: tuple[Row, ...]) -> dict[tuple[str, str], Row]:
-    """By who takes it, and name."""
+    """Rows by taker and name."""
     return {(taker, name): row for row in table
             for taker in row.takers.split() for name in row.names.split()}
 
@@ -236,7 +236,7 @@ ROWS = rows_of(TABLE)
 
 def takes_vllms_words(where: str, taker: str, *more: str) -> Callable[[Decorated], Decorated]:
     """Decorate a class or a function, so that its keyword arguments go through `in_our_words`.
-    more: names that it takes by a `**given` of its own."""
+    more: names that it takes through its own `**given`."""
     def decorate(function):
         if isinstance(function, type):
             function.__init__ = decorate(function.__init__)
@@ -255,7 +255,8 @@ def takes_vllms_words(where: str, taker: str, *more: str) -> Callable[[Decorated
 
 def in_our_words(where: str, taker: str, given: Mapping[str, Any],
                  known: Collection[str]) -> dict[str, Any]:
-    """The arguments `given`, under names that are `known`. where: for messages. taker: of the rows.
+    """The arguments `given`, under names that are `known`. where: the caller's name in messages.
+    taker: selects the rows.
 
     Raises `ValueError` for a name of the table whose value asks for something, `TypeError` for a
     name that does not exist, or that comes twice.
@@ -289,7 +290,7 @@ def _hint(word: str, known: Collection[str]) -> str:
 
 
 def nearest(word: str, known: Collection[str]) -> str | None:
-    """For typing errors: the name that was meant, if one is really near."""
+    """The known name that a typing error probably means, or None if no name is close."""
     near = [name for name in known if _parts(name) == _parts(word)]  # max_seq_num: max_num_seqs
     near += get_close_matches(word, known, 1, 0.83)  # max_new_tokens: max_tokens has 0.833
     return near[0] if near else None

@@ -1,17 +1,17 @@
-"""Heartbeats: a rank that is alive and does not answer is noticed, too.
+"""Heartbeats: they also detect a rank that is alive and does not answer.
 
-The plain `Watch` sees that a process has ended. One that hangs or is stopped, whose machine has
-lost power, or whose message was lost, has not. So each rank counts its heartbeats in the ranks'
-shared store, and rank 0 takes a rank for dead when its count has not changed during 13 beats of
-rank 0; no clock is compared.
+The plain `Watch` sees that a process has ended. It does not see that a process hangs or is stopped,
+that its machine has lost power, or that a message was lost. So each rank counts its heartbeats in
+the ranks' shared store, and rank 0 takes a rank for dead when its count has not changed during 13
+beats of rank 0; no clocks are compared.
 
     rank 0     beats, counts all others' beats ──► 13 missed: the rank is dead
     rank 1     beats                           ──► the store is silent: rank 0 is dead (torchrun)
 
 Rank 0's beats are not counted, because its user's code may hold Python's lock for minutes. A child
 waits as long as its parent lives. A rank that torchrun has started waits as long as the store
-answers: the store's thread needs no lock. A heartbeat also tells how far its rank is: a message
-that was sent may take 30 beats. Computing has no limit.
+answers: the store's thread needs no lock. A heartbeat also tells how many messages its rank has
+sent: a message may take 30 beats to arrive. There is no limit on computing.
 
 Invariants: when a rank dies, the others end within half a minute and name it. Between requests no
 rank waits with a time-out.
@@ -23,7 +23,7 @@ import threading
 from nanoserve import parallel
 from nanoserve.parallel import Watch
 
-STEP = 2 ** 32  # a count of heartbeats is below it; above it stands how far the rank is
+STEP = 2 ** 32  # counts of heartbeats are below it; multiples of it tell the rank's progress
 GAVE_UP = -2 ** 62  # a last heartbeat adds this: the count is below zero then
 
 
@@ -38,13 +38,13 @@ class Heartbeats(Watch):
     def __init__(self, ranks: parallel.Ranks, children: list[subprocess.Popen]):
         super().__init__(ranks, children)
         self.store = ranks.store.clone()
-        self.counts = dict.fromkeys(range(ranks.size), 0)  # those in the store
+        self.counts = dict.fromkeys(range(ranks.size), 0)  # the counts in the store
         self.missed = dict(self.counts)  # beats of this rank since a count has changed
         self.lost: str | None = None
         self.all_are_there = False
 
     def begin(self) -> None:
-        """All ranks are there. From here on their silence counts."""
+        """All ranks have started. From here on a silent rank is taken for dead."""
         self.missed = dict.fromkeys(self.missed, 0)
         self.all_are_there = True
 
@@ -55,8 +55,8 @@ class Heartbeats(Watch):
         beats.join(parallel.GRACE_SECONDS)  # Python's end aborts if a thread is in torch's store
 
     def _exchange(self) -> None:
-        """In a thread of its own: if the store's machine loses power, these calls never return, and
-        `run` must still notice that no heartbeat arrives."""
+        """Exchange heartbeats with the store. This runs in a thread of its own: if the store's
+        machine loses power, calls never return, and `run` must still notice the silence."""
         told = 0
         try:
             while not self.stopped.wait(self.BEAT):
@@ -73,7 +73,7 @@ class Heartbeats(Watch):
             self.lost = "rank 0 died, and its store with it"
 
     def look(self) -> str | None:
-        """One beat."""
+        """Do one beat's check: return why a rank is taken for dead, or None."""
         for rank in self.counts:
             self.missed[rank] += 1
         return super().look() or self._silent() or self._late() or self.lost
@@ -83,7 +83,8 @@ class Heartbeats(Watch):
         for rank, count in self.counts.items():
             if count < 0:
                 return f"rank {rank} died: it could not go on"
-            # Rank 0 counts all; a rank of torchrun its own, which stop if the store is silent.
+            # Rank 0 checks all counts. A rank of torchrun checks its own, which stops if the store
+            # is silent.
             counts = own == 0 or is_torchruns and rank == own
             if counts and self.all_are_there and self.missed[rank] > self.MAX_MISSED:
                 seconds = self.MAX_MISSED * self.BEAT
@@ -91,7 +92,7 @@ class Heartbeats(Watch):
         return None
 
     def _late(self) -> str | None:
-        """A message that its sender has sent long ago."""
+        """Whether a message was sent long ago and has not arrived: the error's text, or None."""
         for sender, number, _ in [self.ranks.awaited] if self.ranks.awaited else []:
             if self.counts[sender] >= STEP * number:
                 self.ranks.awaited[2] += 1
@@ -100,8 +101,8 @@ class Heartbeats(Watch):
         return None
 
     def end_all(self, reason: str) -> None:
-        """Rank 0 of torchrun's has no children whose death would break a collective: it ends its
-        own process if it is busy."""
+        """End all ranks. Rank 0 under torchrun has no children whose death would break a
+        collective, so it ends its own process if it is in one."""
         super().end_all(reason)
         ranks = self.ranks
         if ranks.rank == 0 and not self.children and (

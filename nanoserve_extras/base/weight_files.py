@@ -2,19 +2,19 @@
 quantised matrices, buffers of older code.
 
 The engine fills a network from safetensors in which each tensor has a place (nanoserve/loader.py).
-Here is what stands between other files and that loader, each a generator over (file, name, tensor):
+The generators here turn other files into such tensors, as triples (file, name, tensor):
 
     stored_tensors     the files that an index names; also `pytorch_model.bin`, a pickle: torch runs
                        the part of that language that makes tensors and refuses everything else, so
                        no file can execute anything
-    apart              the experts of a layer in two tensors, as in the memory of transformers 5 and
-                       of trainers, become each expert's matrices
-    text_alone         without the towers of a wrapping (wrappings.py)
-    assemble           weights of quantised matrices (quantization/formats.py)
-    without_buffers    without what follows from config.json
+    apart              splits fused experts (two tensors a layer, as transformers 5 and trainers
+                       have them in memory) into each expert's matrices
+    text_alone         leaves out the towers of a wrapping (wrappings.py)
+    assemble           makes weights of quantised matrices (quantization/formats.py)
+    without_buffers    leaves out buffers that follow from config.json
 
-Invariant: only what follows from other entries, or is none of the text's, is passed over. What
-remains must fill every parameter once, as the loader has it.
+Invariant: only tensors that follow from other entries, or that don't belong to the text network,
+are left out. The others must fill every parameter once, as the loader demands.
 """
 
 import pickle
@@ -37,7 +37,7 @@ from nanoserve_extras.base.config_files import read_json
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.wrappings import check_names, is_text
 
-# By load_format: the names without and with an ending for shards, the preferred format first.
+# By load_format: the name of a single file and the pattern for shards, the preferred format first.
 FORMATS = {"safetensors": [("model.safetensors", "*.safetensors")],
            "pt": [("pytorch_model.bin", "pytorch_model*.bin")]}
 FORMATS["auto"] = FORMATS["safetensors"] + FORMATS["pt"]
@@ -49,7 +49,7 @@ MASKS = re.compile(r"(attn|attention)\.(bias|mask|causal_mask)$")
 
 
 class WeightFiles(Extra):
-    """Has every rank read weights by `find_weights`."""
+    """Makes every rank read its weights by `find_weights`."""
 
     def prepare(self, plan: Plan) -> Plan:
         self.left_out: list[int] = []
@@ -58,7 +58,7 @@ class WeightFiles(Extra):
             plan.parts, weights=partial(find_weights, left_out=self.left_out)))
 
     def attach(self, engine: LLMEngine) -> None:
-        """Say how much of a wrapping is not there; transformers' network has counted by itself."""
+        """Report how much of a wrapping was left out; transformers' network reports it itself."""
         left_out = sum(self.left_out) or getattr(engine.runner.model, "left_out", 0)
         if left_out:
             say(f"text only, {left_out / 1e9:.2g} GB of towers left out")
@@ -66,8 +66,8 @@ class WeightFiles(Extra):
 
 def find_weights(model: nn.Module, folder: Path, load_format: str = "auto",
                  given: Tensors | None = None, left_out: list[int] | None = None) -> Tensors:
-    """The tensors that fill a network of ours: those that are given, or those in its folder.
-    left_out: takes the sizes of towers' tensors."""
+    """The tensors that fill the engine's own decoder: `given`, or those in its folder. left_out: a
+    list to which the sizes of towers' tensors are appended."""
     config = model.config
     if given is None:
         check_names(folder, config.architecture, config.has_towers)
@@ -88,7 +88,7 @@ def find_weights(model: nn.Module, folder: Path, load_format: str = "auto",
 def stored_tensors(folder: Path, load_format: str = "auto",
                    show_progress: bool = False) -> Tensors:
     """All tensors of a checkpoint with their files, one in memory at a time: see the engine's
-    function of that name. load_format: see FORMATS. Raises `ValueError` naming the file."""
+    function of that name. load_format: see FORMATS. Raises a `ValueError` that names the file."""
     for single, pattern in FORMATS[load_format]:
         if files := weight_files(folder, single, pattern):
             # disable=None: tqdm shows the bar on a terminal only.
@@ -114,7 +114,7 @@ def weight_files(folder: Path, single: str, pattern: str) -> list[Path]:
 
 
 def files_of(index: Path) -> list[Path]:
-    """The files that an index names; they must be there, in its folder."""
+    """The files that an index names. They must exist, in its folder."""
     weight_map = read_json(index).get("weight_map")
     if not weight_map or not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no readable weight_map, got {weight_map!r:.80}")
@@ -126,8 +126,8 @@ def files_of(index: Path) -> list[Path]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """What a file of the folder names. Raises `ValueError` unless its path stays in the folder. A
-    link there may lead out: the hub's cache is made of links."""
+    """The path of a file that another file of the folder names. Raises `ValueError` unless it is in
+    the folder. A link there may lead out: the hub's cache is made of links."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{folder}: {str(name)!r} is named by one of its files and lies outside "
                          "of it: only files in the folder are read")
@@ -144,9 +144,9 @@ def read_pickles(files: Iterable[Path]) -> Tensors:
 
 
 def read_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """torch writes a zip archive since 2020, which can be mapped. An older file is read as a whole.
+    """Since 2020 torch writes a zip archive, which is mapped. An older file is read as a whole.
 
-    Two names may stand for the same memory (a head that is the embedding); each is there.
+    Two names may share memory (a tied head and its embedding); both are returned.
     """
     try:
         tensors = torch.load(file, "cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
@@ -157,7 +157,7 @@ def read_pickle(file: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{file} asks for {wanted[1]}, which is no tensor and could execute "
                          "anything: get the checkpoint as safetensors, or convert the file where "
                          "you trust it") from error
-    except Exception as error:  # torch's and Python's words for half a file, a dozen of them
+    except Exception as error:  # half a file raises a dozen kinds of errors
         raise OSError((str(error) or "it ends too early").partition("\n")[0]) from error
     wrong = tensors if not isinstance(tensors, dict) else next(
         ((name, value) for name, value in tensors.items()
@@ -172,8 +172,8 @@ def read_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 
 def text_alone(tensors: Tensors, left_out: list[int]) -> Tensors:
-    """Without the tensors of a wrapping's towers, whose sizes are noted. Nothing of them is read:
-    a file is mapped."""
+    """Leave out the tensors of a wrapping's towers, and note their sizes. Their data is not read,
+    because files are mapped."""
     for file, name, tensor in tensors:
         if is_text(name):
             yield file, name, tensor
@@ -182,8 +182,8 @@ def text_alone(tensors: Tensors, left_out: list[int]) -> Tensors:
 
 
 def apart(tensors: Tensors) -> Tensors:
-    """Cut a tensor of all experts of a layer into each expert's matrices, (outputs, inputs). Other
-    tensors pass as they are."""
+    """Split a tensor of all experts of a layer into each expert's matrices, (outputs, inputs).
+    Other tensors are unchanged."""
     for file, name, tensor in tensors:
         if (joined := JOINED.fullmatch(name)) is None or tensor.dim() != 3:
             yield file, name, tensor
@@ -195,7 +195,7 @@ def apart(tensors: Tensors) -> Tensors:
 
 
 def without_zeros(tensors: Tensors, model: nn.Module) -> Tensors:
-    """Without biases that the network doesn't have and that add nothing."""
+    """Leave out biases that the network doesn't have and that are all zeros."""
     expected = expected_tensors(model)
     return (one for one in tensors
             if translated(one[1]) in expected or not adds_nothing(one[1], one[2]))
@@ -207,8 +207,8 @@ def without_buffers(tensors: Tensors) -> Tensors:
 
 def follows(name: str, tensor: torch.Tensor) -> bool:
     """Whether a tensor follows from config.json: a table of RoPE, a causal mask or positions, which
-    older code kept as buffers. Known by its name and its shape: a weight of the same name
-    (`attn.bias`) has another."""
+    older code saved as buffers. Name and shape are compared: a weight of the same name
+    (`attn.bias`) has another shape."""
     if ROPE_TABLES.search(name):
         return sum(size > 1 for size in tensor.shape) <= 2
     if name.endswith("position_ids"):
@@ -219,5 +219,6 @@ def follows(name: str, tensor: torch.Tensor) -> bool:
 
 
 def adds_nothing(name: str, tensor: torch.Tensor) -> bool:
-    """AutoGPTQ wrote a bias of zeros beside each matrix, also where the model has none."""
+    """Whether a bias is all zeros: AutoGPTQ wrote one beside each matrix, even if the model has
+    none."""
     return name.endswith(".bias") and tensor.is_floating_point() and not tensor.float().any()

@@ -1,8 +1,8 @@
-"""What a foreign error says, as a client may read it.
+"""Messages of libraries' errors, made safe for clients to read.
 
-An error of a library becomes a `ValueError` that begins with the field and its value. An object's
-address in it undoes the randomised layout of this process (vLLM's CVE-2026-22778), so none is left;
-nor is where libraries lie, nor torch's stack of C++ calls.
+An error of a library becomes a `ValueError` that begins with the field and its value. Addresses of
+objects are removed, because they reveal the randomised memory layout of this process (vLLM's
+CVE-2026-22778), and so are paths of libraries and torch's stack of C++ calls.
 """
 
 import re
@@ -16,7 +16,7 @@ LIBRARIES = re.compile(r"[^\s\"']*/(site-packages|dist-packages|python3\.\d+)/")
 
 @contextmanager
 def in_words(words: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Within it an error of these kinds (of any, if none is named), a library's say, becomes a
+    """Inside this block an error of these kinds (of any kind, if none is named) becomes a
     `ValueError` that begins with `words`."""
     try:
         yield
@@ -25,9 +25,9 @@ def in_words(words: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def words_of(error: BaseException | str) -> str:
-    """An error's text without addresses and places."""
+    """An error's text without addresses of objects and paths of libraries."""
     said = str(error).partition("\nException raised from ")[0]
-    if isinstance(error, KeyError):  # it says the key alone
+    if isinstance(error, KeyError):  # its text is the key alone
         said = f"there is no {said}"
     said = ADDRESS.sub("0x...", OBJECT.sub("", LIBRARIES.sub("", said)))
     return said if said.strip() or isinstance(error, str) else type(error).__name__

@@ -1,6 +1,6 @@
-"""Wrappings: a text network of ours that is published with towers for images or sound beside it.
+"""Wrappings: checkpoints of a supported text network with towers for images or sound beside it.
 
-An engine for text alone runs the part in the middle, whose sizes and tensors are there:
+An engine for text alone runs the text network in the middle. This is where its entries are:
 
     config.json   {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106],
                    "text_config": {"hidden_size": 2560, ...}, "vision_config": {...}}
@@ -8,13 +8,14 @@ An engine for text alone runs the part in the middle, whose sizes and tensors ar
                   model.language_model.layers.0...        beside model.visual...
                   model.layers.0...                       beside visual...
 
-`flatten` makes one object of the two: the text's entries, and what stands outside alone. Such files
-leave out more defaults of the text's class than others do: Gemma 3 4B doesn't say how many heads it
-has. With text alone, M-RoPE's three positions (time, height, width; Qwen2-VL, Wang et al.
-2024) are equal, so it is RoPE: Qwen2.5-VL *is* Qwen2, and Qwen3-VL *is* Qwen3.
+`flatten` makes one object of both levels: the entries of `text_config`, and those that stand only
+outside of it. Such files rely more on defaults of the text's config class than others: Gemma 3 4B
+doesn't give its number of heads. For text alone M-RoPE's three positions (time, height, width;
+Qwen2-VL, Wang et al. 2024) are equal, so it is plain RoPE: Qwen2.5-VL *is* Qwen2, and Qwen3-VL *is*
+Qwen3.
 
-Invariant: only wrappings of the table are read. Others may do more with text than their text
-network does; transformers knows. Not known here: torch, families' flags.
+Invariant: only wrappings of the table are read. Others may treat text differently, and are left to
+transformers. Not known here: torch, families' flags.
 """
 
 import json
@@ -38,7 +39,7 @@ WRAPPINGS = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text", "SmolVLMForConditionalGeneration": "llama"}
-# What counts where it stands outside of the text_config, too.
+# Entries that are also read outside of text_config.
 OUTER = ("architectures", "dtype", "torch_dtype", "eos_token_id", "quantization_config",
          "quantization")
 # The beginning of a text network's names, which is its dialect; and the names of towers.
@@ -50,7 +51,8 @@ TOWER = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|visual|audio_tower
 
 def flatten(architecture: str, config: dict, overrides: dict, names: list[str]) -> dict:
     """The entries of the text network inside the wrapping that config.json describes, under the
-    wrapping's name; any other config as it is. names: of the checkpoint's tensors, if known.
+    wrapping's name; any other config is returned as it is. names: those of the checkpoint's
+    tensors, if known.
 
     Raises `ValueError` for a wrapping without a text part.
     """
@@ -65,7 +67,7 @@ def flatten(architecture: str, config: dict, overrides: dict, names: list[str]) 
     said = [c["tie_word_embeddings"] for c in (config, inner)
             if c.get("tie_word_embeddings") is not None]
     if any(re.search(r"(^|\.)lm_head\.", name) for name in names):
-        said = [bool(said) and all(said)]  # it counts, unless all say that it is the embedding
+        said = [bool(said) and all(said)]  # the head is untied, unless all entries say it is tied
     if said or names:  # else the family's default
         text["tie_word_embeddings"] = any(said) if said else True
     nested = overrides.get("text_config") or {}
@@ -88,8 +90,8 @@ def text_part(architecture: str, config: dict) -> dict:
 
 
 def stored_names(folder: Path) -> list[str]:
-    """The names of a checkpoint's tensors, of its index or its files' headers. [] where they can't
-    be known without reading weights (one pickle), or where the loader will say what is wrong."""
+    """The names of a checkpoint's tensors, from its index or its files' headers. [] if they can't
+    be known without reading weights (one pickle), or if the loader will raise an error."""
     try:
         for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
             if (folder / index).exists():
@@ -102,8 +104,7 @@ def stored_names(folder: Path) -> list[str]:
 
 
 def check_names(folder: Path, architecture: str, has_towers: bool) -> None:
-    """Raises `ValueError` for the names of two dialects, and for towers that config.json doesn't
-    know of."""
+    """Raises `ValueError` for names of two dialects, and for towers that config.json lacks."""
     names = stored_names(folder)
     dialects = sorted({found[1] for name in names if (found := TEXT.match(name))})
     if len(dialects) > 1 and any("_model." in one for one in dialects):
@@ -118,6 +119,6 @@ def check_names(folder: Path, architecture: str, has_towers: bool) -> None:
 
 
 def is_text(name: str) -> bool:
-    """Whether a tensor of a wrapping belongs to its text network or that one's head."""
+    """Whether a tensor of a wrapping belongs to its text network or to its LM head."""
     return bool(TEXT.match(name) or re.search(r"(^|\.)(language_model|text_model|lm_head)\.", name)
                 or name.startswith("score."))
