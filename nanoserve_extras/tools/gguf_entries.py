@@ -93,6 +93,7 @@ BY_DIGITS = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"
 # The file's kinds of values by their numbers, as `struct` calls them.
 KINDS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")  # in front of a text: a vocabulary has some 300,000
 VERSIONS = (2, 3)
 
 
@@ -117,8 +118,8 @@ class Walk:
         return found
 
     def text(self) -> str:
-        (length,) = self.numbers("Q")
-        self.at += length
+        (length,) = LENGTH.unpack_from(self.memory, self.at)
+        self.at += LENGTH.size + length
         return self.memory[self.at - length:self.at].decode()
 
     def value(self, kind: int) -> Any:
