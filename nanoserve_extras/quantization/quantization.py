@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from nanoserve.hooks import Extra
+from nanoserve.model_config import ModelConfig
 from nanoserve.progress import say
 from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.plan import Plan
@@ -72,7 +73,11 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
         weight = kind_of_weight(config.kernels)
         # Of 4 bits in a checkpoint nothing else is rounded to 4 bits; made-up ones are rounded.
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
-        size = GROUP if kind == "int4" and not is_4 else 0
+        in_8 = kind == "int4" and form is None and is_mostly_vocabulary(plan.model_config)
+        if in_8:
+            say("quantization='int4' keeps 8 bits in this network, which is mostly vocabulary: 4 "
+                "would save a tenth and cost its text more")
+        size = GROUP if kind == "int4" and not is_4 and not in_8 else 0
         is_kept = form is not None and kind == f"int{form.bits}"
         has_4 = form is not None and form.bits == 4  # in these, too, where they are made up
         linear = partial(QuantisedLinear, kind=weight, size=size,
@@ -96,6 +101,16 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
             say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "
                 "neighbours: such weights become int8")
     return kind, layers
+
+
+def is_mostly_vocabulary(model: ModelConfig) -> bool:
+    """Whether the LM head has more numbers than all layers together, as in Gemma 3 270M. The head
+    has 8 bits anyway: 4 in the layers save a tenth, and cost 12% of perplexity there."""
+    attention = 2 * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
+    experts = model.num_experts * model.moe_intermediate_size
+    outputs = [attention + 3 * (experts if is_mixture else model.intermediate_size)
+               for is_mixture in model.moe_layers]  # of all of a layer's matrices, some transposed
+    return model.vocab_size > sum(outputs)
 
 
 def kind_of_weight(kernels: str) -> type[TorchWeight | CpuWeight]:

@@ -51,7 +51,7 @@ from nanoserve_extras.tools.gguf_weights import (
     FAMILIES,
     Change,
     Source,
-    has_few_bits,
+    keeps_8_bits,
     rounded,
     sources,
 )
@@ -189,10 +189,10 @@ def shards(found: list[Source], dtype: torch.dtype, quantization: str | None,
            changes: list[Change]) -> Iterator[dict[str, torch.Tensor]]:
     """Tensors by their names, some hundred MB at a time. changes: one for each is appended."""
     waiting: dict[str, torch.Tensor] = {}
-    few_bits = has_few_bits(found)
+    keep_8 = keeps_8_bits(found)
     for one in tqdm(found, desc="Converting", unit="tensor", disable=None, leave=False):
         for name, stored in one.matrices():
-            made, change = rounded(one, name, stored, dtype, quantization, few_bits)
+            made, change = rounded(one, name, stored, dtype, quantization, keep_8)
             waiting |= made
             changes.append(change)
             if sum(tensor.nbytes for tensor in waiting.values()) >= SHARD:

@@ -17,7 +17,7 @@ a block of 256 ("K") are themselves products:
 Where 4 bits are asked for they are kept as `Quantised`, to the last bit: 5 bits in 8, because
 rounding them to 4 would lose most of what they are there for. Other kinds (IQ4, MXFP4 and such step
 unevenly) are rounded once more, to 8 bits. A file of Q8_0 or floats alone becomes 4 bits, but for
-`IN_8_BITS`.
+`IN_8_BITS`, and none of it in a network that is mostly vocabulary.
 
 Invariant: each tensor of the network comes from the file once, in its shape, and each of the file's
 has a place.
@@ -26,6 +26,7 @@ has a place.
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -315,18 +316,23 @@ class Change(NamedTuple):
     squares: float
 
 
-def has_few_bits(found: list[Source]) -> bool:
-    """Whether some matrix of a layer has fewer than 8 bits: then what has more is to stay so."""
-    return any(one.can_be_rounded and one.tensor.tensor_type.name not in WIDE for one in found)
+def keeps_8_bits(found: list[Source]) -> bool:
+    """Whether matrices of layers that have 8 bits or more get 8 where 4 are asked for: where some
+    matrix has fewer, and where the vocabulary has more numbers than all of them, as `LLM` has it
+    (`is_mostly_vocabulary`)."""
+    of_layers = [one for one in found if one.can_be_rounded]
+    [vocabulary] = [prod(one.shape) for one in found if one.tensor.name == EMBEDDINGS[0]]
+    return vocabulary > sum(len(one.names) * prod(one.shape) for one in of_layers) or any(
+        one.tensor.tensor_type.name not in WIDE for one in of_layers)
 
 
 def rounded(source: Source, name: str, stored: np.ndarray, dtype: torch.dtype, bits: str | None,
-            few_bits: bool) -> tuple[dict[str, torch.Tensor], Change]:
+            keep_8: bool) -> tuple[dict[str, torch.Tensor], Change]:
     """A matrix in `dtype`, or in 8 or 4 bits, as tensors by their names. bits: None, int8, int4.
-    few_bits: see `has_few_bits`."""
+    keep_8: see `keeps_8_bits`."""
     kind = source.tensor.tensor_type.name
     is_embedding = source.tensor.name in EMBEDDINGS and kind in UNPACK
-    fits, has_8 = source.shape[-1] % GROUP == 0, few_bits or name.split(".")[-2] in IN_8_BITS
+    fits, has_8 = source.shape[-1] % GROUP == 0, keep_8 or name.split(".")[-2] in IN_8_BITS
     if bits is None or not (source.can_be_rounded or bits == "int4" and is_embedding) or (
             bits == "int4" and not fits):
         return widened(source, name, stored, dtype)

@@ -21,8 +21,8 @@ from nanoserve.loader import stored_tensors
 from nanoserve_extras.quantization.formats import assemble
 from nanoserve_extras.tools import convert, gguf_files
 from nanoserve_extras.tools.convert import main
-from nanoserve_extras.tools.gguf_entries import read_file
-from nanoserve_extras.tools.gguf_weights import UNPACK, in_order
+from nanoserve_extras.tools.gguf_entries import Stored, read_file
+from nanoserve_extras.tools.gguf_weights import UNPACK, Source, in_order, keeps_8_bits
 
 SIZES = dict(vocab_size=261, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6,
@@ -207,6 +207,19 @@ def test_what_a_file_of_few_bits_leaves_wider_keeps_8(made, tmp_path, kinds):
             wider = "down_proj" in name or "v_proj" in name and "Q8_0" in kinds
             assert one.bits == (8 if wider else 4), name
     assert texts(folder) == texts(folder, kernels="torch")
+
+
+def test_where_the_vocabulary_is_most_of_a_network_layers_keep_8_bits():
+    gguf = pytest.importorskip("gguf")
+
+    def stored(name, kind, rows):
+        shape = (rows, 64)
+        return Source(Stored(name, shape, gguf.GGMLQuantizationType[kind], None), [name], shape)
+
+    for kind, rows, expected in (("Q8_0", 96, False), ("Q8_0", 97, True), ("Q5_0", 96, True)):
+        found = [stored("token_embd.weight", "Q8_0", rows), stored("output.weight", "Q8_0", rows),
+                 stored("blk.0.ffn_up.weight", kind, 96)]
+        assert keeps_8_bits(found) == expected
 
 
 def test_a_file_is_written_in_shards_and_what_waits_is_one(made, tmp_path, monkeypatch):
