@@ -3,8 +3,9 @@
     qwen3.rope.freq_base = 1000000     ──►  "rope_parameters": {"rope_theta": 1000000, ...}
     tokenizer.ggml.eot_token_id = 258  ──►  "eos_token_id": [256, 258]
 
-All are read by one table, for a name means the same in each architecture. (What transformers passes
-over gets the defaults of its classes.)
+All are read by one table (FIELDS), for a name means the same in each architecture; where one
+differs from the others, it has a row in ALWAYS_OF or LEFT_OUT. (What transformers passes over gets
+the defaults of its classes.)
 
 The file is mapped, and walked through once: each entry has its length in front of it, and tensors
 are slices of the mapping. (llama.cpp's package makes three arrays of each of a vocabulary's words,
@@ -18,9 +19,9 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -29,21 +30,21 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from nanoserve.model_config import make_rope
 
-# An entry of the network, and its names as a field of transformers' classes.
+# An entry of the network, and its field in transformers' classes; where they have several names for
+# it, the first that a class has.
 FIELDS = {
     "vocab_size": "vocab_size", "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size n_inner",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
     "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads num_kv_heads",
+    "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim", "attention.value_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps layer_norm_eps",
-    "attention.layer_norm_epsilon": "norm_epsilon layer_norm_eps layer_norm_epsilon norm_eps",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps",
+    "attention.layer_norm_epsilon": "norm_epsilon norm_eps",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "use_parallel_residual": "use_parallel_residual", "expert_weights_norm": "norm_topk_prob",
-    "expert_count": "num_experts num_local_experts", "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
+    "final_logit_softcapping": "final_logit_softcapping", "expert_weights_norm": "norm_topk_prob",
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "leading_dense_block_count": "num_dense_layers", "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
@@ -59,7 +60,13 @@ SHOWN = ("attention.head_count_kv", "attention.key_length", "attention.value_len
          "feed_forward_length")
 OFF = re.compile("attention.(sliding_window|max_alibi_bias|clamp_kqv|scale)|.*logit_softcapping|"
                  "expert_.*(count|scale|func)|leading_dense_block_count|logit_scale|pooling_type")
-AS_ALWAYS = {"attention.causal": True, "expert_weights_scale": 1.0}
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of what makes a router's weights
+AS_ALWAYS = {"attention.causal": True, "expert_weights_scale": 1.0, "expert_gating_func": SOFTMAX}
+# Where an architecture differs: in what is as always, and in what a file leaves out.
+ALWAYS_OF = {"lfm2moe": {"expert_gating_func": SIGMOID}}
+LEFT_OUT = {"gemma2": {"attention.sliding_window": 4096}}
+# By architecture and number of layers, Gemma's 27B. llama.cpp knows them by that, too.
+SCALED_BY_HIDDEN = (("gemma2", 46), ("gemma3", 62))
 ROPE = re.compile(r"rope\.(freq_base(_swa)?|dimension_count|scale_linear|scaling\.(type|factor|"
                   "attn_factor|original_context_length|finetuned|"
                   "yarn_(attn_factor|log_multiplier|beta_fast|beta_slow)))")
@@ -185,95 +192,138 @@ def check_names(entries: dict) -> list[str]:
             and name.startswith(("general.sampling.", "tokenizer.chat_template."))]
 
 
+class Said(dict):
+    """The network's entries, by their names without the architecture's."""
+
+    def __init__(self, entries: dict):
+        self.arch = entries["general.architecture"]
+        start = f"{self.arch}."
+        super().__init__((name.removeprefix(start), value) for name, value in entries.items()
+                         if name.startswith(start))
+
+    @property
+    def even_head(self) -> int:
+        """A head's size where the heads of a layer are as wide as the network."""
+        return self["embedding_length"] // self["attention.head_count"]
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        raise ValueError(f"{self.arch}.{name}={self.get(name)!r:.80}: {why}")
+
+
 def read_network(entries: dict, names: Container[str], usual: object, factors: dict) -> dict:
     """The fields of the network's config. names: of the file's tensors; usual: the class's config,
     with its defaults; factors: RoPE's tensors.
 
     Raises `ValueError` naming the entry and its value for what the class has no place for.
     """
-    arch, fields = entries["general.architecture"], {}
-    known = usual.to_dict().keys() | usual.attribute_map.keys()
-    base = dict(vocab_size=len(entries["tokenizer.ggml.tokens"]),
-                tie_word_embeddings="output.weight" not in names)
+    said, known = Said(entries), usual.to_dict().keys() | usual.attribute_map.keys()
+    check_needed(said)
+    sections = said.pop("rope.dimension_sections", None)
+    fields = dict(vocab_size=len(entries["tokenizer.ggml.tokens"]),
+                  tie_word_embeddings="output.weight" not in names)
     for field, tensor in BY_TENSOR.items():
         if field in known:
-            base[field] = any(f"blk.{i}.{tensor}" in names for i in range(
-                entries.get(f"{arch}.block_count", 0)))
-    said = {name.removeprefix(f"{arch}."): value for name, value in entries.items()
-            if name.startswith(f"{arch}.")}
+            fields[field] = any(f"blk.{i}.{tensor}" in names for i in range(said["block_count"]))
+    said["block_count"] -= said.pop("nextn_predict_layers", 0)  # drafts' layers are left out
+    fields |= read_layer_types(said)
+    fill_in(said)
+    rope = read_ropes(said, usual, factors, sections)
+    fields |= read_fields(said, known, type(usual).__name__)
+    fields |= read_attention(said, known, fields) | dict(rope_parameters=rope)
+    for ours, theirs in dict(bos="bos", eos="eos", pad="padding").items():
+        fields[f"{ours}_token_id"] = entries.get(f"tokenizer.ggml.{theirs}_token_id")
+    return fields
 
-    def refuse(name: str, why: str) -> None:
-        raise ValueError(f"{arch}.{name}={said.get(name)!r:.80}: {why}")
 
+def check_needed(said: Said) -> None:
+    """Raises `ValueError` for an entry that every network has, and this one has not."""
     norms = [name for name in said if name.startswith("attention.layer_norm_")]
     for name in (*NEEDED, *(norms or ["attention.layer_norm_rms_epsilon"])):
         if name not in said:
-            refuse(name, "every network has it")
-    sections = said.pop("rope.dimension_sections", None)
+            said.refuse(name, "every network has it")
+
+
+def read_layer_types(said: Said) -> dict:
+    """Which layers attend: every so many-th, or those with heads for keys (of LFM2, whose others
+    convolve). Any other entry must be the same for all layers."""
+    kinds, heads = {}, said.get("attention.head_count_kv")
+    if (interval := said.pop("full_attention_interval", None)) is not None:
+        kinds["layer_types"] = ["linear_attention" if (i + 1) % interval else "full_attention"
+                                for i in range(said["block_count"])]
+    if isinstance(heads, list) and said.arch.startswith("lfm2"):
+        kinds["layer_types"] = ["full_attention" if one else "conv" for one in heads]
+        said["attention.head_count_kv"] = [one for one in heads if one]
     for name, value in said.items():
         if isinstance(value, list):
-            if len(set(value) - {0}) != 1:
-                refuse(name, "layers differ in it")
-            if name == "attention.head_count_kv" and arch.startswith("lfm2"):  # 0: it convolves
-                base["layer_types"] = ["full_attention" if one else "conv" for one in value]
-            elif 0 in value:
-                refuse(name, "layers differ in it")
-            said[name] = max(value)
+            if len({*value}) != 1:
+                said.refuse(name, "layers differ in it")
+            said[name] = value[0]
+    return kinds
+
+
+def fill_in(said: Said) -> None:
+    """llama.cpp's defaults; and a head's size, where the file has that of all heads."""
+    usually = {"attention.head_count_kv": said["attention.head_count"],
+               "attention.key_length": said.even_head, "attention.sliding_window": 0}
+    if said.arch == "granite":
+        usually["attention.scale"] = said.even_head ** -0.5
+    said.update(usually | LEFT_OUT.get(said.arch, {}) | said)
     if "ssm.inner_size" in said:
         said["ssm.inner_size"] //= said["ssm.time_step_rank"]
-    heads, hidden = said["attention.head_count"], said["embedding_length"]
-    said = {"attention.head_count_kv": heads, "attention.key_length": hidden // heads,
-            "attention.sliding_window": 4096 * (arch == "gemma2")} | said
-    said["block_count"] -= said.pop("nextn_predict_layers", 0)  # drafts' layers are left out
-    if (interval := said.pop("full_attention_interval", None)) is not None:
-        base["layer_types"] = ["linear_attention" if (i + 1) % interval else "full_attention"
-                               for i in range(said["block_count"])]
-    if arch == "granite":
-        said.setdefault("attention.scale", (hidden // heads) ** -0.5)
-        if not said.get("rope.scaling.finetuned", True):
-            refuse("rope.scaling.finetuned", "it leaves RoPE out")
-    beta = said.pop("attention.temperature_scale", None) if arch == "mistral3" else None
+
+
+def read_fields(said: Said, known: set[str], kind: str) -> dict:
+    """Each entry's field, by the tables above; RoPE's are read elsewhere."""
+    always, fields = AS_ALWAYS | ALWAYS_OF.get(said.arch, {}), {}
+    if {said["attention.key_length"], said.get("attention.value_length")} - {None, said.even_head}:
+        known = known | {"head_dim"}  # all classes read it; some don't list it
     for name, value in said.items():
-        if "rope_parameters" in known and ROPE.fullmatch(name):
+        if ROPE.fullmatch(name):
             continue
-        value = None if OFF.fullmatch(name) and not value else value
-        if name == "expert_gating_func" and value == 1 + (arch == "lfm2moe"):  # softmax, sigmoid
-            continue
-        names = FIELDS.get(name, "").split()
-        field = next((one for one in names if one in known), None)
-        if names == ["head_dim"] and value != hidden // heads:
-            field = "head_dim"  # some classes read it unsaid
-        elif field is None and name not in SHOWN and value not in (None, AS_ALWAYS.get(name)):
-            refuse(name, f"transformers' {type(usual).__name__} has no place for it")
+        if not value and OFF.fullmatch(name):
+            value = None
+        field = next((one for one in FIELDS.get(name, "").split() if one in known), None)
         if field is not None and fields.setdefault(field, value) != value:
-            refuse(name, f"another entry says {field}={fields[field]!r}")
-    layers, head_dim = said["block_count"], said["attention.key_length"]
-    if "query_pre_attn_scalar" in known:  # Gemma's 27B have another one, by llama.cpp's rule, too
-        large = (arch, layers) in (("gemma2", 46), ("gemma3", 62))
-        fields["query_pre_attn_scalar"] = hidden // heads if large else head_dim
+            said.refuse(name, f"another entry says {field}={fields[field]!r}")
+        if field is None and name not in SHOWN and value not in (None, always.get(name)):
+            said.refuse(name, f"transformers' {kind} has no place for it")
+    return fields
+
+
+def read_attention(said: Said, known: Container[str], fields: dict) -> dict:
+    """What follows for the classes that want more: the scale, and which layers have a window."""
+    layers, more = said["block_count"], {}
+    if "query_pre_attn_scalar" in known:
+        is_by_hidden = (said.arch, layers) in SCALED_BY_HIDDEN
+        more["query_pre_attn_scalar"] = (
+            said.even_head if is_by_hidden else said["attention.key_length"])
     if "use_sliding_window" in known:
-        fields |= dict(use_sliding_window=bool(fields["sliding_window"]), max_window_layers=0)
+        more |= dict(use_sliding_window=bool(fields["sliding_window"]), max_window_layers=0)
     elif "layer_types" in known and not fields.get("sliding_window", True):
-        fields |= dict(layer_types=["full_attention"] * layers,
-                       sliding_window=said["context_length"])
-    if "rope_parameters" in known:
-        rope = read_rope(said, head_dim, factors, refuse)
-        local = dict(rope_type="default", rope_theta=said.get("rope.freq_base_swa", 1e4))
-        if "sliding_attention" in (usual.rope_parameters or {}):  # Gemma 3 stretches no window
-            rope = dict(full_attention=rope, sliding_attention=local)
-        elif "rope.freq_base_swa" in said and local["rope_theta"] != rope["rope_theta"]:
-            refuse("rope.freq_base_swa", "the class has one base for all layers")
-        if sections:  # padded to four with 0
-            rope |= dict(mrope_section=[n for n in sections if n], mrope_interleaved=True)
-        fields["rope_parameters"] = rope if beta is None else rope | dict(
-            llama_4_scaling_beta=beta)
-    for ours, theirs in dict(bos="bos", eos="eos", pad="padding").items():
-        fields[f"{ours}_token_id"] = entries.get(f"tokenizer.ggml.{theirs}_token_id")
-    return base | fields
+        more |= dict(layer_types=["full_attention"] * layers, sliding_window=said["context_length"])
+    return more
 
 
-def read_rope(said: dict, head_dim: int, factors: dict, refuse: Callable) -> dict:
+def read_ropes(said: Said, usual: object, factors: dict, sections: list | None) -> dict:
+    """`rope_parameters`. sections: of Qwen's positions in time, height and width, padded with 0."""
+    rope = read_rope(said, factors)
+    if said.arch == "granite" and not said.get("rope.scaling.finetuned", True):
+        said.refuse("rope.scaling.finetuned", "it leaves RoPE out")
+    if sections:
+        rope |= dict(mrope_section=[n for n in sections if n], mrope_interleaved=True)
+    if "llama_4_scaling_beta" in usual.rope_parameters:
+        rope["llama_4_scaling_beta"] = said.pop("attention.temperature_scale")
+    local = dict(rope_type="default", rope_theta=said.get("rope.freq_base_swa", 1e4))
+    if "sliding_attention" in usual.rope_parameters:  # Gemma 3 stretches no window
+        return dict(full_attention=rope, sliding_attention=local)
+    if "rope.freq_base_swa" in said and local["rope_theta"] != rope["rope_theta"]:
+        said.refuse("rope.freq_base_swa", "the class has one base for all layers")
+    return rope
+
+
+def read_rope(said: Said, factors: dict) -> dict:
     """One object of `rope_parameters`. factors: by how much each pair's wave is longer."""
+    head_dim = said["attention.key_length"]
     rope = dict(rope_type="default", rope_theta=said.get("rope.freq_base", 10000.0))
     if (turned := said.get("rope.dimension_count", head_dim)) != head_dim:
         rope["partial_rotary_factor"] = turned / head_dim
@@ -302,7 +352,8 @@ def read_rope(said: dict, head_dim: int, factors: dict, refuse: Callable) -> dic
             return rope | dict(rope_type="linear", factor=factor)
         case ("none",) if sharp == 1:
             return rope
-    refuse("rope.scaling.type", f"not known together with {', '.join(factors) or 'attn_factor'}")
+    said.refuse("rope.scaling.type",
+                f"not known together with {', '.join(factors) or 'attn_factor'}")
 
 
 def llama3(theta: float, factors) -> dict:

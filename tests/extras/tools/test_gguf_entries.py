@@ -311,7 +311,7 @@ REFUSED = {
     "a recipe": ("llama", "llama", {"rope.scaling.type": "new"}, "rope.scaling.type='new'"),
     "not causal": ("llama", "llama", {"attention.causal": False}, "attention.causal=False"),
     "another gate": ("llama", "llama", {"expert_gating_func": 2}, "expert_gating_func=2"),
-    "values": ("llama", "llama", {"attention.value_length": 4}, "value_length=4.*head_dim=8|has"),
+    "values": ("qwen2", "qwen2", {"attention.value_length": 4}, "length=.*says head_dim=[48]"),
     "by layer": ("llama", "llama", {"feed_forward_length": [48, 40]}, "layers differ in it"),
     "half of RoPE": ("starcoder2", "starcoder2", LAYERNORM | {"rope.dimension_count": 4},
                      "rope.dimension_count=4, but the class turns 8"),
