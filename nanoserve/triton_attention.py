@@ -24,6 +24,7 @@ A list of prefill tiles made on the host would be one more copy a step; instead 
 in `cu_seqlens_q`.
 """
 
+import os
 from functools import cache, partial
 
 import torch
@@ -82,7 +83,11 @@ LAUNCHES = {
 FEW = 16  # queries a row, on average, that are checked drafts and no chunk of a prompt
 SPLIT_PROGRAMS = 2  # worth starting on each multiprocessor; 4 were slower (docs/log)
 MAX_SPLITS = 32
+MAX_COUNTED = 2 ** 16  # tiles times KV heads that may be split
 MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
+# The last program of a split row joins it, without a second kernel, if NANOSERVE_JOIN=1 asks for
+# that: off until a GPU has shown that it is right and faster.
+JOIN = os.environ.get("NANOSERVE_JOIN") == "1"
 # Of rows that fill the GPU, those with more keys than this are split. Most of these programs return
 # at once, so there may be more of them on each multiprocessor (reckoned, not measured).
 LONG_KEYS, LONG_PROGRAMS = 2048, 32
@@ -133,18 +138,20 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         if splits > 1:  # each gives a weighted sum, its highest score and its sum of weights
             shape, on = (splits, *out.shape[:2]), dict(dtype=torch.float32, device=q.device)
             sums, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
-        elif batch.is_padded:
+        joins = splits > 1 and JOIN and programs * num_kv_heads <= MAX_COUNTED
+        arrived = counters(q.device) if joins else None
+        if batch.is_padded and (splits == 1 or joins):
             out.zero_()
         is_decode = first_token < num_decodes
         _attention_kernel[num_kv_heads, programs, splits](
-            q, k_cache, v_cache, k_scales, v_scales, out, sums, stats, sinks, last,
+            q, k_cache, v_cache, k_scales, v_scales, out, sums, stats, arrived, sinks, last,
             batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, num_decodes, num_rows,
             first_token, even, batch.block_tables.stride(0), scale * LOG2E.value, *q.stride()[:2],
             *k_cache.stride()[:3], *out.stride()[:2], len(out), GROUP=group,
             HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0, SOFTCAP=softcap or 0.0,
             DECODE=is_decode, MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, LONG_KEYS=LONG_KEYS, **tiles(phase),
             **FMA)
-        if splits > 1:
+        if splits > 1 and not joins:
             _combine_kernel[num_heads, len(out)](
                 sums, stats, out, None if is_decode else batch.cu_seqlens_q, num_rows,
                 first_token, splits, *out.stride()[:2], HEAD_DIM=head_dim, MAX_SPLITS=MAX_SPLITS,
@@ -158,6 +165,13 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         launch(phase, num_tokens // (tiles(phase)["BLOCK_M"] // group) + num_chunks,
                out[num_decodes:])
     return out
+
+
+@cache
+def counters(device: torch.device) -> torch.Tensor:
+    """How many splits of each tile and KV head have arrived: zeros, between two launches. Launches
+    of one GPU share them, as they follow each other on one stream."""
+    return torch.zeros(MAX_COUNTED, dtype=torch.int32, device=device)
 
 
 def _num_splits(num_tiles: int, num_kv_heads: int, programs: int) -> int:
@@ -197,7 +211,8 @@ def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_int8: bo
             do_not_specialize_on_alignment=["last_ptr", "tables_ptr", "seq_lens_ptr",
                                             "cu_seqlens_q_ptr"])
 def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, sums_ptr,
-                      stats_ptr, sinks_ptr, last_ptr, tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr,
+                      stats_ptr, arrived_ptr, sinks_ptr, last_ptr, tables_ptr, seq_lens_ptr,
+                      cu_seqlens_q_ptr,
                       num_decodes, num_rows, first_token, even, table_stride, scale,
                       q_stride_token, q_stride_head,
                       kv_stride_block, kv_stride_slot, kv_stride_head, out_stride_token,
@@ -251,6 +266,7 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
         share = tl.minimum(share, tl.maximum(tl.cdiv(end - first, tl.num_programs(2)), LONG_KEYS))
         share = tl.cdiv(share, BLOCK_N) * BLOCK_N
         is_whole = end - first <= share
+        used = tl.cdiv(end - first, share)  # splits that have keys
         first += split * share
         end = tl.minimum(end, first + share)
         at = (split * num_tokens + tokens) * tl.num_programs(0) * GROUP + heads
@@ -287,12 +303,43 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
             tl.store(stats_ptr + 2 * at, highest, mask=queries <= last_query)
             tl.store(stats_ptr + 2 * at + 1, total, mask=queries <= last_query)
             tl.store(sums_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_tile)
-            return
-        tl.store(stats_ptr + 2 * at + 1, tl.full((BLOCK_M,), WHOLE, tl.float32),
-                 mask=queries <= last_query)
+            if arrived_ptr is None:
+                return
+            else:
+                tl.debug_barrier()  # all threads' sums are written before this program counts
+                arrived_ptr += program * tl.num_programs(0) + kv_head
+                if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") < used - 1:
+                    return
+                tl.store(arrived_ptr, 0)  # for the next launch
+                apart = num_tokens * tl.num_programs(0) * GROUP
+                acc, highest, total = _join(sums_ptr, stats_ptr, at, split, used, apart, in_tile,
+                                            queries <= last_query, dims, HEAD_DIM, BLOCK_M, BLOCK_D)
+        elif arrived_ptr is None:
+            tl.store(stats_ptr + 2 * at + 1, tl.full((BLOCK_M,), WHOLE, tl.float32),
+                     mask=queries <= last_query)
     acc = acc / tl.where(total == 0, 1, total)[:, None]  # no keys at all: a row of padding
     tl.store(out_ptr + tokens[:, None] * out_stride_token + heads[:, None] * out_stride_head
              + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=in_tile)
+
+
+@triton.jit
+def _join(sums_ptr, stats_ptr, at, split, used, apart, in_tile, is_query, dims,
+          HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What all splits of a tile have written, first to last, whichever program came last."""
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    highest, total = tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    at -= split * apart
+    for _ in range(0, used):
+        other = tl.load(stats_ptr + 2 * at, mask=is_query, other=-1e30)
+        weight = tl.load(stats_ptr + 2 * at + 1, mask=is_query, other=0.0)
+        summed = tl.load(sums_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=in_tile, other=0.0)
+        new_highest = tl.maximum(highest, other)
+        shrink, grow = tl.exp2(highest - new_highest), tl.exp2(other - new_highest)
+        acc = acc * shrink[:, None] + summed * grow[:, None]
+        total = total * shrink + weight * grow
+        highest = new_highest
+        at += apart
+    return acc, highest, total
 
 
 @triton.jit

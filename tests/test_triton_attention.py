@@ -331,6 +331,21 @@ def test_a_row_whose_keys_fit_the_first_split_needs_no_other_kernel(attend, monk
                         sinks=True)
 
 
+@pytest.mark.parametrize("lens, heads, how", [
+    (([1, 1, 1, 1], [1, 64, 300, 129]), (4, 2), dict(splits=4, sinks=True)),
+    (([1, 2, 5, 3], [200, 2, 260, 66]), (4, 1), dict(splits=2, window=150, softcap=3.0)),
+    (([1, 3, 3], [1, 500, 129]), (4, 2), dict(long=4, splits=2, image=70))], ids=str)
+def test_the_last_program_of_a_row_joins_it_without_another_kernel(attend, monkeypatch, lens, heads,
+                                                                   how):
+    """Where NANOSERVE_JOIN asks for it; twice, since the counters must be zeros again."""
+    monkeypatch.setattr(kernels, "JOIN", True)
+    monkeypatch.setattr(kernels, "_combine_kernel", None)
+    for seed in (1, 2):
+        assert_equals_twins(attend, *cut(random.Random(seed), *lens, 16), heads, 32, 16, seed=seed,
+                            **how)
+        assert not kernels.counters(DEVICE).any()
+
+
 def test_a_tile_finds_its_row_among_more_than_one_load():
     """Every 11th tile of two decodes, and of 700 rows of 1 to 9 queries."""
     lens = [1, 1, *(1 + i * 7 % 9 for i in range(700))]

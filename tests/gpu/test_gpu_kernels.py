@@ -272,6 +272,27 @@ def test_each_expert_multiplies_its_own_rows(outputs, inputs, dtype, size):
         assert torch.equal(packed.grouped(x, starts.int()), got)
 
 
+def test_the_last_program_joins_a_row_as_a_second_kernel_does(monkeypatch):
+    """One row of 8,192 keys, and rows of many lengths, a hundred times: a sum that is read before
+    it is written would differ."""
+    for lengths in ([8192], [1, 300, 4000, 9000, 12, 2049, 777, 8191]):
+        width = -(-max(lengths) // 16)
+        tables = torch.randperm(len(lengths) * width, device=DEVICE).int().view(-1, width)
+        caches = [random_tensor(tables.numel(), 16, 8, 128, dtype=torch.bfloat16, scale=i + 1)
+                  for i in range(2)]
+        q = random_tensor(len(lengths), 16, 128, dtype=torch.bfloat16)
+        batch = SimpleNamespace(
+            num_decodes=len(lengths), is_padded=False, block_tables=tables, cu_seqlens_q=None,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+        expected = kernels.paged_attention(q, *caches, batch, 0.1)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "JOIN", True)
+            for _ in range(100):
+                assert_near(kernels.paged_attention(q, *caches, batch, 0.1), expected,
+                            torch.bfloat16)
+            assert not kernels.counters(q.device).any()
+
+
 # ------------------------------------------------- one to four rows, fused
 
 
