@@ -61,8 +61,8 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
 
-// 2 * LANES numbers of 8 bits, widened; those of unit k of a line of 4 bits; and what they add to
-// the sums. And LANES numbers of float16.
+// 2 * LANES numbers of 8 bits, widened; those of the next unit of a line of 4 bits; and what they add
+// to the sums. And LANES numbers of float16.
 #if defined(__AVX512BW__)
 typedef __m512i Wide;
 inline Wide widen(const uint8_t *at) {
@@ -98,8 +98,10 @@ inline Wide widen(const uint8_t *at) {
         line.first[i] = int8_t(at[2 * i]), line.second[i] = int8_t(at[2 * i + 1]);
     return line;
 }
-inline Wide unpack(Bits line, int k) {
-    return {(Ints)(line >> 4 * k & 15), (Ints)(line >> (16 + 4 * k) & 15)};
+inline Wide take_unit(Bits &line) {
+    const Bits unit = line;
+    line >>= 4;
+    return {(Ints)(unit & 15), (Ints)(unit >> 16 & 15)};
 }
 inline Ints first_of(const Wide &unit) { return unit.first; }
 inline Ints second_of(const Wide &unit) { return unit.second; }
@@ -119,7 +121,11 @@ inline Vector halves_at(const uint8_t *at) {
 }
 #endif
 #if defined(__AVX2__)
-inline Wide unpack(Bits line, int k) { return (Wide)((Halves)line >> 4 * k & 15); }
+inline Wide take_unit(Bits &line) {
+    const Halves unit = (Halves)line;
+    line = (Bits)(unit >> 4);
+    return (Wide)(unit & 15);
+}
 inline Ints first_of(Wide unit) { return (Ints)unit << 16 >> 16; }  // with their sign
 inline Ints second_of(Wide unit) { return (Ints)unit >> 16; }
 #endif
@@ -171,6 +177,7 @@ struct Groups {
 
 constexpr int UNITS = 4;  // of a line
 template <int BITS> constexpr long LINE = UNITS * PANEL * BITS / 4;  // bytes
+constexpr int WIDENED = 16;  // bits of numbers of 4 bits that are widened for many tiles of rows
 
 // A tile of rows as whole numbers: (units, R), the scales of their blocks, (blocks, R), and the sums
 // of their groups, (groups, R).
@@ -186,12 +193,12 @@ struct Rows {
 // sums for each output, which are added up in the end: CHAINS. (docs/log, 2026-11-27.)
 template <int BITS, bool GROUPED, int R, int P>
 void multiply(Rows rows, const uint8_t *const *panels, const uint8_t *const *next, long units,
-              const Groups &groups, float *out) {
+              const Groups &groups, float *out, bool add) {
     constexpr int WIDTH = P * VECTORS;  // vectors of a row's sums
     constexpr int CHAINS = R == 1 ? UNITS : LANES == 16 && R * P <= 8 ? 2 : 1;
     // Units that are unrolled. With AVX2's 16 registers more of them would be spilled.
     constexpr int TOGETHER = BITS == 4 && LANES == 16 ? UNITS : CHAINS;
-    std::memset(out, 0, R * P * PANEL * sizeof(float));
+    if (!add) std::memset(out, 0, R * P * PANEL * sizeof(float));
     long place = GROUPED ? 0 : groups.head();  // in a panel
     Vector block[R * WIDTH] = {};
     for (long first = 0, end; first < units; first = end) {
@@ -224,7 +231,10 @@ void multiply(Rows rows, const uint8_t *const *panels, const uint8_t *const *nex
                     Wide unit[WIDTH];
 #pragma GCC unroll 16
                     for (int i = 0; i < WIDTH; i++)
-                        if constexpr (BITS == 4) unit[i] = unpack(line[i], k + c);
+                        if constexpr (BITS == 4) unit[i] = take_unit(line[i]);
+                        else if constexpr (BITS == 16)
+                            unit[i] = at<Wide>(panels[i / VECTORS] + place +
+                                               ((k + c) * VECTORS + i % VECTORS) * sizeof(Wide));
                         else unit[i] = widen(panels[i / VECTORS] + place +
                                              ((k + c) * VECTORS + i % VECTORS) * 2 * LANES);
 #pragma GCC unroll 64
@@ -255,14 +265,15 @@ using Multiply = decltype(&multiply<8, false, 1, 1>);
 
 // The loop for a tile of `rows` rows and `panels` panels, 1 or 2; in groups it is always 1.
 template <int... R>
-Multiply pick_loop(int rows, long panels, bool is_4, bool by_row, std::integer_sequence<int, R...>) {
+Multiply pick_loop(int rows, long panels, long bits, bool by_row, std::integer_sequence<int, R...>) {
     static const Multiply loops[][sizeof...(R)] = {
         {multiply<8, false, R + 1, 1>...}, {multiply<8, false, std::min(R + 1, MAX_ROWS[2]), 2>...},
-        {multiply<8, true, R + 1, 1>...}, {multiply<4, true, R + 1, 1>...}};
-    return loops[by_row ? panels - 1 : is_4 ? 3 : 2][rows - 1];
+        {multiply<8, true, R + 1, 1>...}, {multiply<4, true, R + 1, 1>...},
+        {multiply<WIDENED, true, R + 1, 1>...}};
+    return loops[by_row ? panels - 1 : bits == 8 ? 2 : bits == 4 ? 3 : 4][rows - 1];
 }
-Multiply loop_for(int rows, long panels, bool is_4, bool by_row) {
-    return pick_loop(rows, panels, is_4, by_row, std::make_integer_sequence<int, MAX_ROWS[1]>());
+Multiply loop_for(int rows, long panels, long bits, bool by_row) {
+    return pick_loop(rows, panels, bits, by_row, std::make_integer_sequence<int, MAX_ROWS[1]>());
 }
 
 // How rows are cut into tiles: as few as registers allow, of equal size; the last is filled up.
@@ -322,19 +333,66 @@ inline const uint32_t *widen(const uint8_t *panel, long size, bool is_4, const G
         panel += groups.by_row ? 0 : groups.head();
         const uint8_t *const behind = std::min(
             end, panel + groups.group / UNITS * (is_4 ? LINE<4> : LINE<8>));
-        for (; panel < behind; panel += is_4 ? LINE<4> : LINE<8>)
+        for (; panel < behind; panel += is_4 ? LINE<4> : LINE<8>) {
+            Bits line[VECTORS] = {};
+            for (int v = 0; is_4 && v < VECTORS; v++) line[v] = at<Bits>(panel + v * 4 * LANES);
 #pragma GCC unroll 4
             for (int k = 0; k < UNITS; k++, out += PANEL)
                 for (int v = 0; v < VECTORS; v++) {
-                    const Wide unit = is_4 ? unpack(at<Bits>(panel + v * 4 * LANES), k)
+                    const Wide unit = is_4 ? take_unit(line[v])
                                            : widen(panel + (k * VECTORS + v) * 2 * LANES);
                     const Bits pair = narrow_pair(
                         __builtin_convertvector(first_of(unit), Vector) * scales[v] + minima[v],
                         __builtin_convertvector(second_of(unit), Vector) * scales[v] + minima[v]);
                     std::memcpy(out + v * LANES, &pair, sizeof pair);
                 }
+        }
     }
     return made;
+}
+
+// A block of a panel of 4 bits, `count` units, with each number in 16 bits, for AVX2. With AVX512
+// that was slower than to unpack a panel for each tile of rows (docs/log).
+inline const uint8_t *with_wide_numbers(const uint8_t *panel, long count, const Groups &groups) {
+    const long head = groups.head();
+    uint8_t *const made = scratch<uint8_t>(4, ceil_div(count, groups.group) * head + count * 64);
+    uint8_t *out = made;
+    for (long first = 0; first < count; first += groups.group) {
+        std::memcpy(out, panel, head);
+        out += head, panel += head;
+        for (long u = first; u < std::min(first + groups.group, count); u += UNITS) {
+            __builtin_prefetch(panel + 2048);
+            Bits line[VECTORS];
+            for (int v = 0; v < VECTORS; v++) line[v] = at<Bits>(panel + v * 4 * LANES);
+#pragma GCC unroll 4
+            for (int k = 0; k < UNITS; k++)
+                for (int v = 0; v < VECTORS; v++, out += sizeof(Wide)) {
+                    const Wide unit = take_unit(line[v]);
+                    std::memcpy(out, &unit, sizeof unit);
+                }
+            panel += LINE<4>;
+        }
+    }
+    return made;
+}
+
+// sums (tiles, R, 16) of many tiles of rows times a panel of 4 bits: each block of it is widened once
+// for all of them, and stays in the first cache.
+inline void multiply_in_blocks(Rows rows, long tiles, long tile_size, long scales_size,
+                               long sums_size, int tile_rows, const uint8_t *panel, long units,
+                               const Groups &groups, float *sums) {
+    const Multiply loop = loop_for(tile_rows, 1, WIDENED, false);
+    for (long first = 0; first < units; first += BLOCK_UNITS) {
+        const long count = std::min(BLOCK_UNITS, units - first);
+        const uint8_t *const wide = with_wide_numbers(panel, count, groups);
+        const long before = first / groups.group;
+        for (long t = 0; t < tiles; t++)
+            loop({rows.units + t * tile_size + first * tile_rows,
+                  rows.scales + t * scales_size + first / BLOCK_UNITS * tile_rows,
+                  rows.sums + t * sums_size + before * tile_rows}, &wide, nullptr, count, groups,
+                 sums + t * tile_rows * PANEL, first > 0);
+        panel += ceil_div(count, groups.group) * groups.head() + count / UNITS * LINE<4>;
+    }
 }
 
 constexpr long AHEAD = 4096;  // bytes of a panel that are fetched before they are needed
@@ -380,7 +438,9 @@ void product(const T *x, const uint8_t *weight, long bits, long group, long floa
         const tiles::Borrowed<ON_TILES<T>> borrowed;
         for (long width = tiling.panels; p < end; p += width) {
             width = std::min(width, end - p);
-            const Multiply loop = ON_TILES<T> ? nullptr : loop_for(tiling.rows, width, is_4, by_row);
+            const Multiply loop = ON_TILES<T> ? nullptr : loop_for(tiling.rows, width, bits, by_row);
+            const long tiles_here = end_tile - first_tile;
+            const bool in_blocks = !ON_TILES<T> && is_4 && LANES == 8 && tiles_here > 1;
             const uint8_t *list[2], *next[2];
             const uint32_t *wide[2];  // on matrix tiles, in their place
             for (int i = 0; i < width; i++) {
@@ -389,16 +449,25 @@ void product(const T *x, const uint8_t *weight, long bits, long group, long floa
                 if constexpr (ON_TILES<T>)
                     wide[i] = widen(list[i], panel_size, is_4, groups, units, i);
             }
+            float *const all_sums = scratch<float>(5, tiles_here * tiling.rows * PANEL);
+            if (in_blocks)
+                multiply_in_blocks({packed + first_tile * tile_size,
+                                    scales + first_tile * scales_size,
+                                    sums_of_groups + first_tile * sums_size}, tiles_here, tile_size,
+                                   scales_size, sums_size, tiling.rows, list[0], units, groups,
+                                   all_sums);
             for (long t = first_tile; t < end_tile; t++) {
-                alignas(64) float sums[2 * TILE * 2 * PANEL];
+                alignas(64) float of_one[2 * TILE * 2 * PANEL];
+                float *const sums =
+                    in_blocks ? all_sums + (t - first_tile) * tiling.rows * PANEL : of_one;
                 if constexpr (ON_TILES<T>)
                     loop_on_tiles(tiling.rows, width)(
                         reinterpret_cast<uint32_t *>(packed + t * tile_size), nullptr, wide,
                         nullptr, 1, units, sums, width * PANEL, false);
-                else
+                else if (!in_blocks)
                     loop({packed + t * tile_size, scales + t * scales_size,
                           sums_of_groups + t * sums_size}, list,
-                         t == end_tile - 1 ? next : nullptr, units, groups, sums);
+                         t == end_tile - 1 ? next : nullptr, units, groups, sums, false);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
                     float *sum = sums + r * width * PANEL;
