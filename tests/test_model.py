@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
+from clean_process import needs_extras
 from safetensors.torch import load_file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
@@ -52,9 +53,9 @@ def test_the_last_layer_leaves_out_what_nobody_reads(checkpoints, name, wanted):
 
 @pytest.mark.parametrize("name, options", [
     ("qwen3-tied", {}), ("qwen3-tied", dict(kv_cache_dtype="int8", block_size=3)),
-    ("qwen2", dict(dtype="float32")), ("qwen3", dict(quantization="int8")),
-    ("gemma2", dict(quantization="int4")), ("gemma3", {}), ("mixtral", {}), ("mixtral", dict(
-        quantization="int4"))])
+    ("qwen2", dict(dtype="float32")), ("gemma3", {}), ("mixtral", {}),
+    *(pytest.param(name, dict(quantization=bits), marks=needs_extras) for name, bits in (
+        ("qwen3", "int8"), ("gemma2", "int4"), ("mixtral", "int4")))])
 def test_a_layer_in_one_call_has_the_bits_of_its_steps(checkpoints, monkeypatch, name, options):
     """A step of few tokens: two that decode, a chunk, and tokens that nobody wants any further."""
     llm = LLM(checkpoints[name], **dict(dtype="bfloat16") | options)
