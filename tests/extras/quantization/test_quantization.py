@@ -161,13 +161,13 @@ def test_a_part_that_comes_twice_is_named():
     (int_rows, "weight", lambda t: t.view(torch.uint8), "numbers are torch.uint8"),
     (FORMATS["NVFP4"], "weight_scale", lambda t: t.view(torch.uint8), "scales are torch.uint8"),
     (FORMATS["NVFP4"], "weight_scale_2", lambda t: t.repeat(40, 1), "input of size 40"),
-    (FORMATS["nvfp4-pack-quantized"], "weight_global_scale", lambda t: t * 0, "no end"),
+    (FORMATS["nvfp4-pack-quantized"], "weight_global_scale", lambda t: t * 0, "NaN or infinite"),
     (FORMATS["mxfp4-pack-quantized"], "weight_scale",
      lambda t: t.view(torch.float8_e4m3fn), "numbers are torch.float8_e4m3fn"),
-    (FORMATS["mxfp4-pack-quantized"], "weight_scale", lambda t: t | 255, "not a number"),
+    (FORMATS["mxfp4-pack-quantized"], "weight_scale", lambda t: t | 255, "NaN or infinite"),
     (own, "weight_scale", lambda t: t[:, :3], r"\(40, 3\) scales, \(40, 8\) minima"),
     (own, "weight_minimum", lambda t: t.T, r"\(8, 40\) minima"),
-    (own, "weight_scale", lambda t: t * float("inf"), "no end"),
+    (own, "weight_scale", lambda t: t * float("inf"), "NaN or infinite"),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_parts_of_the_right_size_that_mean_something_else_are_refused(make, part, change, words):
     """Scales that lie transposed were reshaped, and other integers than words of 32 bits read:
