@@ -30,7 +30,7 @@ from itertools import count
 
 from nanoserve import hooks
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.inputs import InputProcessor, Prompt, one_for_each
+from nanoserve.inputs import InputProcessor, Prompt
 from nanoserve.model_runner import ModelRunner
 from nanoserve.progress import say
 from nanoserve.request import Inbox, Request, RequestOutput
@@ -87,12 +87,10 @@ class LLMEngine:
         prompts = self.inputs.list_prompts(prompts)
         given["sampling_params"] = sampling_params
         given["priority"] = 0 if priority is None else priority
-        columns = {name: one_for_each(value, len(prompts), name) for name, value in given.items()}
         requests = []
-        for i, prompt in enumerate(prompts):
-            row = {name: values[i] for name, values in columns.items()}
+        for i, own in enumerate(self.inputs.arguments_of(len(prompts), given)):
             try:
-                requests.append(self.make_request("", prompt, **row))
+                requests.append(self.make_request("", prompts[i], **own))
             except ValueError as error:
                 requests.clear()  # the traceback would keep them and their adapters alive
                 where = f"prompt {i}: " if len(prompts) > 1 else ""

@@ -79,6 +79,15 @@ class InputProcessor:
         """A list of prompts. One prompt becomes a list of one; token ids are one prompt."""
         return as_list(prompts)
 
+    def arguments_of(self, count: int, given: dict[str, object]) -> list[dict]:
+        """The arguments of each of `count` prompts. given: by name, a value for all prompts or a
+        list with one for each."""
+        rows: list[dict] = [{} for _ in range(count)]
+        for name, value in given.items():
+            for row, own in zip(rows, one_for_each(value, count, name), strict=True):
+                row[name] = own
+        return rows
+
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text of a prompt in any form (None if it has no text) and its token ids.
 
