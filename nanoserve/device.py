@@ -368,6 +368,7 @@ def mapped(size: int) -> tuple[mmap.mmap, int]:
     tensor made of it keeps it."""
     private = dict(flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if os.name == "posix" else {}
     memory = mmap.mmap(-1, size + LARGE_PAGE, **private)
-    with suppress(AttributeError, OSError):  # no such advice, or no such pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if size >= LARGE_PAGE:  # else a small tensor would take a whole one
+        with suppress(AttributeError, OSError):  # no such advice, or no such pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memory, -torch.frombuffer(memory, dtype=torch.int8).data_ptr() % LARGE_PAGE
