@@ -1,1 +1,1 @@
-"""The front door above `llm`: an asynchronous engine, an HTTP server, metrics."""
+"""The server around `LLM`: an asynchronous engine, HTTP endpoints, metrics."""

@@ -1,7 +1,7 @@
-"""What clients get: outputs of the engine as OpenAI's objects, whole or in pieces.
+"""Answers to clients: outputs of the engine as OpenAI's objects, whole or in pieces.
 
                      whole, at the end             in pieces, as server-sent events
-    completion       text_completion               text_completion, each with what is new
+    completion       text_completion               text_completion, each with the new text
     chat             chat.completion               chat.completion.chunk: a role, then texts
 
 A *choice* is one sample of one prompt. Choices of a request come side by side and carry their
@@ -10,16 +10,16 @@ each, because almost everything differs: the names, the shape of a piece, the lo
 
     event stream     data: {a piece}  ...  data: {usage, if asked for}  data: [DONE]
 
-While nothing is written, for a long prompt say, there is a comment every few seconds, because
-proxies and clients take a stream without a byte for dead; with `return_progress` there is a piece
-that says how much of the prompt is computed (llama.cpp's). A choice begins with its first token,
-not before: clients measure how long that took.
+While there is no text yet, for example during a long prompt, a comment is sent every few seconds,
+because proxies and clients take a silent stream for dead. With llama.cpp's `return_progress` a
+piece tells how much of the prompt is computed instead. A choice begins with its first token, not
+before, because clients measure the time to it.
 
 Invariants: the pieces' texts joined are the whole text, and the last piece of a choice, and only
 that, has a `finish_reason`. JSON has no -Infinity, so a logprob is at least `MIN_LOGPROB`.
 
-Known limit: a token's `bytes` are those of its text, and so those of U+FFFD where a token is part
-of a character. Answers are no pydantic models, which cost more time than all the rest of a stream's
+Known limit: a token's `bytes` are those of its text, and so those of U+FFFD if a token is part of a
+character. Answers are dicts, not pydantic models: making a model takes longer than the rest of an
 event, and there is an event for each token.
 """
 
@@ -47,14 +47,15 @@ COMMENT = b": still at work\n\n"
 
 
 def event(data: dict) -> bytes:
-    """One server-sent event. Only ASCII, because a text may hold what UTF-8 has no bytes for."""
+    """One server-sent event, in ASCII, because a text may hold characters that UTF-8 can't encode
+    (surrogates)."""
     return b"data: " + as_json(data) + b"\n\n"
 
 
 @dataclass
 class Answer:
-    """One answer under way. body: what was asked; requests: one for each prompt, in this order.
-    The subclasses say how a choice looks."""
+    """One answer in progress. body: the client's request; requests: one for each prompt, in order.
+    The subclasses define the form of a choice."""
 
     body: Any
     requests: list[Request]
@@ -74,8 +75,8 @@ class Answer:
         return dict(id=self.id, object=name, created=self.created, model=self.model)
 
     def usage(self) -> dict:
-        """As of now. A prompt counts once, however many samples it has; in a stream a DELTA has
-        only new tokens, so they are counted as they come."""
+        """The usage so far. A prompt counts once, however many samples it has. In a stream an
+        output (a DELTA) has only new tokens, so they are counted as they come."""
         num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
         num_cached = sum(output.num_cached_tokens or 0 for output in self.latest.values())
         return dict(prompt_tokens=num_prompt, completion_tokens=self.num_output,
@@ -83,16 +84,17 @@ class Answer:
                     prompt_tokens_details=dict(cached_tokens=num_cached))
 
     def _take(self, output: RequestOutput) -> None:
-        """Count it, and keep the prompt's logprobs, which come in pieces in a stream."""
+        """Count an output's tokens, and keep the prompt's logprobs, which a stream brings in
+        pieces."""
         self.latest[output.request_id] = output
         for sample in output.outputs:
-            if sample.finish_reason == "abort" and sample.stop_reason:  # the engine's, in words
+            if sample.finish_reason == "abort" and sample.stop_reason:  # the engine's reason
                 raise EngineGenerateError(sample.stop_reason)
             self.num_output += len(sample.token_ids)
         self.scored[output.request_id] += output.prompt_logprobs or []
 
     async def whole(self, outputs: AsyncIterator[RequestOutput]) -> dict:
-        """All of it, when all requests have ended (their outputs are FINAL_ONLY)."""
+        """The whole answer, when all requests have ended (their outputs are FINAL_ONLY)."""
         async for output in outputs:
             self._take(output)
         choices = [self.choice(self.first[request.request_id] + sample.index, request, sample)
@@ -105,7 +107,8 @@ class Answer:
         return WITH_PROGRESS if self.body.return_progress else SILENCE
 
     def progress(self) -> dict:
-        """llama.cpp's fields: tokens of all prompts, found in the cache, computed or found."""
+        """Progress in llama.cpp's fields: tokens of all prompts in total, from the cache, and
+        processed so far."""
         cached = processed = 0
         for request in self.requests:
             count, computed = len(request.prompt_token_ids), 0
@@ -119,11 +122,11 @@ class Answer:
                         1000 * (time.monotonic() - min(begun))) if begun else 0)
 
     async def pieces(self, outputs: AsyncIterator[RequestOutput | None]) -> AsyncIterator[dict]:
-        """One for each choice that has news (outputs are DELTA), or for a long silence."""
+        """A piece for each choice with new tokens (outputs are DELTA), or after a long silence."""
         head = self.head(self.piece_name)
 
         def piece(data: dict) -> dict:
-            if self.body.include_usage:  # OpenAI's: there in every piece, and null until the last
+            if self.body.include_usage:  # as OpenAI's: in every piece, null until the last
                 goes_along = self.body.stream_options.continuous_usage_stats
                 data["usage"] = self.usage() if goes_along else None
             return head | data
@@ -151,7 +154,7 @@ class Answer:
             yield head | {"choices": [], "usage": self.usage()}
 
     async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
-        """Server-sent ones. Behind an error, which is the last piece then, there is no [DONE]."""
+        """The pieces as server-sent events. An error is the last event: no [DONE] follows it."""
         piece: dict = {}
         async for piece in pieces:
             is_silence = "prompt_progress" in piece and not self.body.return_progress
@@ -164,14 +167,14 @@ class Answer:
         return event(error)
 
     def ready(self, request: Request, output: RequestOutput) -> list[CompletionOutput]:
-        """What of a stream's new output can be shown now."""
+        """The samples of a stream's new output that can be shown now."""
         return output.outputs
 
     def choice(self, index: int, request: Request, sample: CompletionOutput) -> dict:
         raise NotImplementedError
 
     def news(self, index: int, request: Request, sample: CompletionOutput) -> list[dict]:
-        """The pieces that tell a choice's news."""
+        """The pieces for a choice's new tokens."""
         return [dict(choices=[self.choice(index, request, sample)])]
 
     # ---------------------------------------------------- vLLM's additions
@@ -180,7 +183,7 @@ class Answer:
         return dict(token_ids=sample.token_ids) if self.body.return_token_ids else {}
 
     def of_prompt(self, request: Request) -> dict:
-        """A prompt's ids and logprobs, where they are asked for."""
+        """A prompt's ids and logprobs, if the client asked for them."""
         found = {}
         if self.body.return_token_ids:
             found["prompt_token_ids"] = request.prompt_token_ids
@@ -192,13 +195,13 @@ class Answer:
         return found
 
     def name(self, token_id: int, entry: Logprob) -> str:
-        """What a token is called among logprobs."""
+        """A token's name among logprobs."""
         as_id = self.body.return_tokens_as_token_ids
         return f"token_id:{token_id}" if as_id else token_text(token_id, entry)
 
 
 class CompletionAnswer(Answer):
-    """`/v1/completions`. With `echo` the prompt stands in front of each choice."""
+    """`/v1/completions`. With `echo` each choice begins with the prompt."""
 
     body: CompletionBody
     whole_name = piece_name = "text_completion"
@@ -218,7 +221,7 @@ class CompletionAnswer(Answer):
         super()._take(output)
 
     def ready(self, request, output) -> list[CompletionOutput]:
-        """Only the first sample scores the prompt, and others may be ahead of it: they wait."""
+        """Only the first sample scores the prompt. Other samples that are ahead of it wait."""
         held = self.held.pop(request.request_id, []) + output.outputs
         if self.body.num_prompt_logprobs is None or output.finished or len(
                 self.scored[request.request_id]) == len(request.prompt_token_ids):
@@ -260,8 +263,8 @@ class CompletionAnswer(Answer):
         return found
 
     def _tops(self, entries: dict[int, Logprob]) -> dict[str, float]:
-        """By text. Where several tokens have one text, the first stays: the token itself, which is
-        the first of `entries`, or else the likeliest."""
+        """Logprobs by text. If several tokens have the same text, the first one is kept: the
+        sampled token, which is the first of `entries`, or else the likeliest."""
         tops: dict[str, float] = {}
         for token_id, entry in entries.items():
             tops.setdefault(self.name(token_id, entry), clamp(entry))
@@ -284,7 +287,7 @@ class ChatAnswer(Answer):
         self.written: list[list[int]] = [[] for _ in self.readers]
         self.begun: set[int] = set()
         self.custom = self.body.custom
-        self.inputs: dict[int, str] = {}  # arguments of a custom call under way, by choice
+        self.inputs: dict[int, str] = {}  # arguments of a custom call in progress, by choice
 
     def _take(self, output: RequestOutput) -> None:
         super()._take(output)
@@ -307,14 +310,14 @@ class ChatAnswer(Answer):
                     **self.token_ids(sample))
 
     def _parts(self, index: int, sample: CompletionOutput) -> dict:
-        """What is new in a message: content, a thought, calls."""
+        """The new parts of a message: content, a thought, calls."""
         if (reader := self.readers[index]) is None:
             return dict(content=sample.text)
         is_cut = isinstance(sample.stop_reason, str)  # by a stop string, perhaps within a call
         piece = reader.feed(sample.text, "length" if is_cut else sample.finish_reason)
         parts: dict = {}
         if piece.thought and self.body.include_reasoning is not False:
-            # DeepSeek's name, and vLLM's.
+            # DeepSeek's name and vLLM's name for a thought.
             parts["reasoning_content"] = parts["reasoning"] = piece.thought
         first, calls = reader.num_calls - len(piece.calls), []
         if piece.more and index in self.inputs:
@@ -348,7 +351,7 @@ class ChatAnswer(Answer):
         return reason
 
     def news(self, index, request, sample) -> list[dict]:
-        """As OpenAI's, the role comes in front, and the end is a piece without text."""
+        """As in OpenAI's streams, the first piece has the role, and the last one has no text."""
         pieces = []
         if index not in self.begun:
             self.begun.add(index)
@@ -387,7 +390,8 @@ class ChatAnswer(Answer):
 
 
 def one_text(arguments: str) -> str:
-    """A custom tool's input, as far as it was written. What has no input stays as it is."""
+    """A custom tool's input, as far as it was written. Arguments without an input are returned as
+    they are."""
     if found := INPUT.match(arguments):
         return HALF.sub("", json.loads(f'"{found[1]}"', strict=False))
     return "" if '{"input":"'.startswith("".join(arguments.split())) else arguments

@@ -10,8 +10,8 @@
     body ─► protocol: checked ─► AsyncLLM.prepare: tokenised ─► room? ─► AsyncLLM.outputs ─► answers
               400                   400                          429        503 if it is dead
 
-Every error is answered with one object, OpenAI's and Anthropic's, and bad input is never a 500:
-whatever is wrong with it, `prepare` raises a `ValueError` before the answer begins.
+Every error is answered with one object, in OpenAI's and Anthropic's form at once. Bad input never
+gives a 500: `prepare` raises a `ValueError` for it before the answer begins.
 
 Invariant: when a client goes away, its request is aborted (guard.py).
 
@@ -74,14 +74,14 @@ from nanoserve_extras.trace.recorder import page
 
 PAGE = Path(__file__).with_name("page.html")
 MAX_TOLD = 100  # unknown fields that are logged, each once
-COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what room there is
+COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat may fill the context
 
 
 class Server:
-    """What the endpoints share. names: the model's names for clients; answers have the first.
-    chat_template: replaces the tokenizer's own. lora_requests: one for each further
-    name. strict: whether an unknown field is refused. bare_calls: see `ModelTurns`.
-    also: a second model, an embedder beside a generator, with its own engine."""
+    """The state that the endpoints share. names: the model's names for clients; answers have the
+    first. chat_template: replaces the tokenizer's own. lora_requests: one for each adapter's name.
+    strict: whether an unknown field is refused. bare_calls: see `ModelTurns`. also: the second
+    model's server, for example an embedder's beside a generator, with its own engine."""
 
     def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None,
                  lora_requests: dict[str, Any] | None = None, strict: bool = False,
@@ -97,14 +97,14 @@ class Server:
         self.turns = ModelTurns(self.llm, chat_template, bare_calls)
 
     def all(self) -> list["Server"]:
-        """This one, and that of the second model."""
+        """This server, and that of the second model."""
         return [self] if self.also is None else [self, self.also]
 
     def all_names(self) -> list[str]:
         return [name for one in self.all() for name in (*one.names, *one.lora_requests)]
 
     def serving(self, body: Body) -> "Server":
-        """The one whose model a body names; without a name the one that can do it."""
+        """The server whose model a body names; without a name the one that can serve the body."""
         if self.also is None:
             return self
         if body.model is not None:
@@ -135,16 +135,16 @@ class Server:
                              "--scheduling-policy priority", "priority")
 
     def served_name(self, body: Body) -> str:
-        """What the answer says: the adapter's name, or the model's first one."""
+        """The model's name in the answer: the adapter's name, or the model's first one."""
         return body.model if body.model in self.lora_requests else self.names[0]
 
     async def generate(self, body: GenerationBody) -> Awaitable[dict] | Response:
-        """A completion or a chat. Raises `ValueError` for all that can be wrong with it."""
+        """A completion or a chat. Raises `ValueError` for bad input, before the answer begins."""
         answer = await self._answer(body)
         return self._stream(answer, answer) if body.stream else self._whole(answer, dict)
 
     async def translate(self, body: Language) -> Awaitable[dict] | Response:
-        """A chat in another language."""
+        """A chat in another API's language (translate.py)."""
         answer = await self._answer(validated(ChatBody, body.chat()))
         body.apply(answer.requests[0].params)
         if body.stream:
@@ -152,7 +152,7 @@ class Server:
         return self._whole(answer, body.answer)
 
     async def transcribe(self, body: TranscriptionBody) -> Awaitable[dict | Response]:
-        """What is said, by a model that hears."""
+        """A transcription, by a model that takes sounds."""
         if body.stream:
             raise BadRequest("a transcription comes in one piece: leave stream out", "stream")
         return self._whole(await self._answer(body), partial(self._transcribed, body))
@@ -163,7 +163,7 @@ class Server:
         return dict(text=text) if body.response_format == "json" else PlainTextResponse(text)
 
     async def _answer(self, body: GenerationBody) -> Answer:
-        """One that can begin: its requests are checked. Raises `ValueError`."""
+        """An answer whose requests are checked. Raises `ValueError`."""
         is_chat = isinstance(body, ChatBody)
         kind = ChatAnswer if is_chat else CompletionAnswer
         name = f"{kind.prefix}-{uuid4().hex}"
@@ -241,17 +241,18 @@ class Server:
         return defaults
 
     async def _whole(self, answer: Answer, show: Callable[[dict], Any]) -> Any:
-        """show: what the client sees of it."""
+        """Await a whole answer. show: makes the client's object of it."""
         async with aclosing(self.engine.outputs(answer.requests)) as outputs:
             return show(await answer.whole(outputs))
 
     def _stream(self, answer: Answer, teller: Answer | EventWriter) -> Response:
-        """teller: makes server-sent events of the answer's pieces."""
+        """Stream an answer. teller: makes server-sent events of the answer's pieces."""
         return EventStream(teller.events(self._pieces(answer)), teller.failed)
 
     async def _pieces(self, answer: Answer) -> AsyncIterator[dict]:
-        """Cancelled when the client goes away, which closes the outputs and aborts. An error that
-        comes in the middle is the last piece; the status has been sent long before."""
+        """The answer's pieces. The generator is cancelled when the client goes away; this closes
+        the outputs and aborts the requests. An error in the middle becomes the last piece, because
+        the status has been sent before."""
         try:
             async with aclosing(self.engine.outputs(answer.requests, answer.silence)) as outputs:
                 async for piece in answer.pieces(outputs):
@@ -260,7 +261,7 @@ class Server:
             yield error_body(str(error), status_of(error))
 
     async def pool(self, body: pooling.PoolingBody) -> Awaitable[dict]:
-        """What a pooling model makes of it. Raises `ValueError`."""
+        """Vectors, classes or scores of a pooling model. Raises `ValueError`."""
         if getattr(body, "messages", None):
             prompt = await self.engine.tokenize(self._render, body)
             body.input = prompt["prompt_token_ids"]
@@ -295,7 +296,7 @@ class Server:
         return AsciiResponse(dict(prompt=await self.engine.tokenize(tokenizer.decode, ids)))
 
     async def tokenizer_info(self):
-        """What a client needs to know that tokenises by itself."""
+        """The tokenizer's settings, for clients that tokenise themselves."""
         try:
             tokenizer = self.llm.inputs.tokenizer_for("/tokenizer_info")
         except ValueError as error:
@@ -307,7 +308,8 @@ class Server:
     # ------------------------------------------------------ what the server is
 
     async def models(self):
-        """Codex reads `models`, whose instructions would replace its own: it gets none."""
+        """The list of models. Codex reads the entry `models`, whose instructions would replace its
+        own, so this list is empty."""
         return dict(object="list", models=[], data=[
             one._card(name) for one in self.all() for name in (*one.names, *one.lora_requests)])
 
@@ -317,7 +319,7 @@ class Server:
                     if name in (*one.names, *one.lora_requests))._card(name)
 
     def _card(self, name: str) -> dict:
-        """A model as OpenAI's clients see it, with vLLM's additions."""
+        """A model in OpenAI's form, with vLLM's additions."""
         adapter = self.lora_requests.get(name)
         return dict(id=name, object="model", created=self.started, owned_by="nanoserve",
                     root=adapter.lora_path if adapter else self.llm.config.model,
@@ -341,16 +343,16 @@ class Server:
         return Response(data, media_type="text/plain; version=0.0.4")
 
     async def trace(self):
-        """Read between two steps, and written off the event loop."""
+        """The trace, read between two steps, and rendered outside of the event loop."""
         stream = await self.engine.between_steps(self.tracer.stream)
         return HTMLResponse(await asyncio.to_thread(page, stream))
 
     def teller(self, one: "Server") -> Callable[[str], None]:
-        """Says a line about one of two models with its name."""
+        """A function that prints a line; with two models the line begins with the model's name."""
         return say if self.also is None else lambda text: say(f"{one.names[0]}: {text}")
 
     async def live(self):
-        """Of the model that one can chat with, if there are two."""
+        """The board's picture. With two models it is that of the chat model."""
         chats = [one for one in self.all() if Fact.GENERATES in one.llm.facts]
         return AsciiResponse((chats or [self])[0].board.read())
 
@@ -361,7 +363,7 @@ class Server:
 # ------------------------------------------------------------------ endpoints
 
 
-# What takes a body checks it first. Then it gives a response, or what computes the answer.
+# Each function checks its body first. Then it returns a response, or an awaitable that computes it.
 POSTS = {"/v1/completions": (CompletionBody, Server.generate),
          "/v1/chat/completions": (ChatBody, Server.generate),
          "/v1/responses": (ResponsesBody, Server.translate),

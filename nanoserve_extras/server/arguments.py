@@ -1,10 +1,11 @@
-"""The engine's options as a command line has them: `--max-model-len 2k`, by the fields' own rules.
+"""The engine's options on the command line: `--max-model-len 2k`, by the rules of the fields.
 
     EngineArgs ──a field each──► add_engine_options(parser) ──parse_args──► engine_options ──► LLM
 
-They are made from the dataclass, so a new option is there at once. An option of a dict takes JSON.
-vLLM's other options are read, too, and `LLM` renames, drops or refuses them. Values are checked
-where offline ones are. `serve` and `chat` share this; it needs none of the server's packages.
+The options are made from the dataclass, so a new field is an option at once. A dict is given as
+JSON. vLLM's other options are read, too, and `LLM` renames, drops or refuses them. Values are
+checked where offline ones are. `serve` and `chat` share this module, which needs none of the
+server's packages.
 """
 
 import argparse
@@ -26,7 +27,7 @@ VLLMS = {name: row for (taker, name), row in ROWS.items()
          if taker in ("LLM", "serve") and name not in OURS}
 SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"],
          "data_parallel_size": ["-dp"], "quantization": ["-q"]}  # vLLM's
-# Options of llama.cpp, ollama and SGLang that people type, and ours.
+# Options of llama.cpp, ollama and SGLang that people type, and hints to ours.
 OTHERS = {"m model model-path": "name the model without an option",
           "c ctx-size num-ctx n-ctx context-length": "--max-model-len",
           "ngl n-gpu-layers gpu-layers num-gpu": "a GPU takes all layers; --layer-plan "
@@ -43,7 +44,7 @@ UNITS = {"": 1, "k": 10 ** 3, "m": 10 ** 6, "g": 10 ** 9, "t": 10 ** 12,
 
 
 class Parser(DashedParser):
-    """Says what is wrong in a line, not below sixty of usage."""
+    """Prints an error in one line, not below sixty lines of usage."""
 
     def error(self, message: str):
         if unknown := re.match(r"unrecognized arguments: (--?)([\w-]+)", message):
@@ -56,7 +57,7 @@ class Parser(DashedParser):
 
 
 def add_engine_options(engine) -> None:
-    """To a parser, or to a group of one: an option for each field, and vLLM's."""
+    """Add an option for each field, and vLLM's options, to a parser or a group of one."""
     for field in engine_fields():
         names = [field.name, *(name for name, row in VLLMS.items() if row.ours == field.name)]
         engine.add_argument(*map(option_name, names), *SHORT.get(field.name, ()),
@@ -69,7 +70,7 @@ def add_engine_options(engine) -> None:
 
 
 def engine_fields() -> list[Field]:
-    """All options of the engine but the model, which has a place of its own."""
+    """All options of the engine except the model, which is a positional argument."""
     return [field for field in fields(EngineArgs) if field.name != "model"]
 
 
@@ -78,7 +79,7 @@ def option_name(name: str) -> str:
 
 
 def _how_to_read(field: Field) -> dict:
-    """argparse's arguments for one option. The rule's words are its help; values are checked where
+    """argparse's arguments for one option. The rule's text is its help; values are checked where
     offline ones are."""
     assert field.default is not MISSING, f"{field.name} needs a default"
     must = rule_of(field.type).must.replace("%", "%%")
@@ -96,7 +97,7 @@ def _how_to_read(field: Field) -> dict:
 
 
 def types_of(kind: Any) -> set:
-    """The types in a field's type: those of `Annotated[dict | list, ...] | None` are three."""
+    """The types in a field's type: three of them in `Annotated[dict | list, ...] | None`."""
     if hasattr(kind, "__metadata__"):
         return types_of(kind.__origin__)
     parts = get_args(kind)
@@ -104,7 +105,7 @@ def types_of(kind: Any) -> set:
 
 
 def whole(text: str) -> int:
-    """vLLM's short numbers, too. Example: 2k is 2000, 2K is 2048, 1.5k is 1500."""
+    """Read a whole number, also vLLM's short form: 2k is 2000, 2K is 2048, 1.5k is 1500."""
     number = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
     value = float(number[1]) * UNITS[number[2]] if number else 0.5
     if value != int(value):
@@ -120,7 +121,7 @@ def json_object(text: str) -> dict:
 
 
 def json_or_text(text: str) -> Any:
-    """What `LLM` would be given: 1 for "1", "auto" for "auto"."""
+    """The value that a Python caller would pass: 1 for "1", "auto" for "auto"."""
     try:
         return json.loads(text)
     except ValueError:
@@ -128,7 +129,7 @@ def json_or_text(text: str) -> Any:
 
 
 def engine_options(args: argparse.Namespace) -> dict:
-    """The arguments of `LLM`. Of vLLM's names only those that were said."""
+    """The arguments of `LLM`. vLLM's names are in it only if they were given."""
     said = [name for name, row in VLLMS.items() if "serve" not in row.takers and name in args]
     return {name: getattr(args, name) for name in [f.name for f in engine_fields()] + said}
 
@@ -140,7 +141,7 @@ def positive(text: str) -> int:
 
 
 def load_chat_template(name: str) -> str:
-    """A file, or the template itself. Raises `ValueError`."""
+    """Read a chat template from a file, or from the argument itself. Raises `ValueError`."""
     if "{" in name:
         return name
     try:

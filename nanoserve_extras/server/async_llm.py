@@ -4,10 +4,10 @@
     generate ─► tokenise, in a thread
              ─► posted: submit ───────► done between two steps
                                         step, step, step ...
-    `yield`  ◄── AsyncInbox, one output ◄── AsyncInbox.append(output): merged into what waits there
+    `yield`  ◄── AsyncInbox, one output ◄── AsyncInbox.append(output): merged with the unread one
     cancelled ► posted: abort  ───────► done between two steps
 
-A step may take long, above all a long prompt's on a CPU, so the event loop never waits for a step.
+A step may take long (a long prompt on a CPU does), so the event loop never waits for a step.
 A call that changes the engine is *posted*: put into a queue that the thread of steps empties before
 each step. Prompts are tokenised in a thread of their own.
 
@@ -20,8 +20,8 @@ After a failed step the requests that ran end with an error, and the engine goes
 `MAX_FAILURES` failed steps in a row, or when a rank has died, the engine is dead: `check_health`
 and every request raise. (vLLM's names: Kwon et al. 2023 and its V1 `AsyncLLM`.)
 
-vLLM takes its steps in a process of their own; our kernels release Python's lock while they
-compute, so a thread is enough, and nothing is serialised.
+vLLM runs its steps in a separate process. Here kernels release Python's lock while they compute, so
+a thread is enough, and nothing must be serialised.
 """
 
 import asyncio
@@ -59,8 +59,8 @@ class EngineDeadError(EngineGenerateError):
 
 @takes_vllms_words("AsyncLLM()", "AsyncLLM")
 class AsyncLLM:
-    """An `LLM` for asyncio. llm: its steps belong to this object from now on. pace: how many
-    outputs a second are handed on at most, see `Doorbell`.
+    """An `LLM` for asyncio. llm: from now on only this object runs its steps. pace: the largest
+    number of outputs a second that are handed on, see `Doorbell`.
 
         async with AsyncLLM(LLM(model)) as engine:
             async for output in engine.generate("Once upon a time", SamplingParams(seed=1)):
@@ -75,7 +75,7 @@ class AsyncLLM:
         # On a CPU the event loop and its tasks take cores away from the steps.
         self.pace = pace or (1000 if llm.config.device == "cpu" else 10_000)
         self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.inboxes: set[AsyncInbox] = set()  # seen by the thread of steps alone
+        self.inboxes: set[AsyncInbox] = set()  # used only by the thread of steps
         self.num_failures = 0  # steps that failed since the last one that did not
         self.stopping = False
         self.dead: BaseException | None = None  # why the engine takes no more requests
@@ -84,9 +84,10 @@ class AsyncLLM:
         # One thread: a tokenizer changes its settings while it encodes, and two calls at a time
         # fail with "Already borrowed".
         self.tokenizing = ThreadPoolExecutor(1, "nanoserve-tokenize")
-        # Each thread that computes has OpenMP threads of its own. With those of the one that made
-        # the engine there are more than cores, and GNU's library lets all of them sleep between two
-        # products (docs/log). Here they end; they come back if this thread computes again.
+        # Each thread that computes has its own OpenMP threads. Together with those of the thread
+        # that made the engine there are more threads than cores, and then GNU's library lets all of
+        # them sleep between two products (docs/log). So this thread's OpenMP threads are ended
+        # here; they are started again if it computes again.
         with suppress(AttributeError, OSError):  # a library without OpenMP 5.0
             ctypes.CDLL(torch._C.__file__).omp_pause_resource_all(1)
         self.thread = Thread(target=self._run, name="nanoserve-steps", daemon=True)
@@ -95,7 +96,7 @@ class AsyncLLM:
     @classmethod
     @takes_vllms_words("AsyncLLM.from_engine_args()", "AsyncLLM")
     def from_engine_args(cls, engine_args: EngineConfig) -> "AsyncLLM":
-        """vLLM's way to make one."""
+        """vLLM's way to make an asynchronous engine."""
         return cls(LLM.from_engine_args(engine_args))
 
     # ------------------------------------------------------------- requests
@@ -104,9 +105,9 @@ class AsyncLLM:
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                        request_id: str = "", priority: int = 0, lora_request: Any = None,
                        ) -> AsyncIterator[RequestOutput]:
-        """Yield a request's outputs while it grows; `output_kind` says what each of them carries.
+        """Yield a request's outputs as its text grows; `output_kind` says what each one contains.
 
-        Closing or cancelling the generator aborts the request. Raises `ValueError` for whatever
+        Closing or cancelling the generator aborts the request. Raises `ValueError` for input that
         `LLM.generate` refuses and for an id in use, `EngineGenerateError` when a step fails.
         """
         request = await self.prepare(prompt, sampling_params, request_id, priority, lora_request)
@@ -117,7 +118,7 @@ class AsyncLLM:
     @takes_vllms_words("encode()", "call")
     def encode(self, prompt: Prompt, pooling_params: Any, request_id: str = "", priority: int = 0,
                lora_request: Any = None) -> AsyncIterator[Any]:
-        """Yield what a pooling model makes of a prompt: one `PoolingRequestOutput`."""
+        """Yield a pooling model's result for a prompt: one `PoolingRequestOutput`."""
         return self.generate(prompt, pooling_params, request_id, priority, lora_request)
 
     async def prepare(self, prompt: Prompt, params: Any = None, request_id: str = "",
@@ -136,8 +137,8 @@ class AsyncLLM:
     async def outputs(self, requests: list[Request],
                       silence: float | None = None) -> AsyncIterator[RequestOutput | None]:
         """Run requests side by side and yield the outputs of all of them as they come. Those that
-        are not finished when the generator ends are aborted. silence: seconds without an output,
-        behind which there is a None."""
+        are not finished when the generator ends are aborted. silence: after so many seconds without
+        an output None is yielded."""
         inbox = AsyncInbox(self._doorbell())
         self._post(partial(self._submit, inbox, requests))
         num_unfinished = len(requests)
@@ -146,12 +147,12 @@ class AsyncLLM:
                 output = await inbox.take(silence)
                 num_unfinished -= output is not None and output.finished
                 yield output
-        finally:  # no `await` here: the garbage collector may be who closes the generator
+        finally:  # no `await` here: the garbage collector may close the generator
             self.posted.put(partial(self._leave, inbox))
 
     async def abort(self, request_id: str | list[str]) -> None:
         """End a request, or several. Their generators end with a last output, whose samples have
-        `finish_reason` "abort". Unknown ids are ignored; nothing is waited for."""
+        `finish_reason` "abort". Unknown ids are ignored; the call does not wait for the end."""
         with suppress(EngineDeadError):
             self._post(partial(self.llm.abort_request, request_id))
 
@@ -162,7 +163,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(done)
 
     def __getattr__(self, name: str):
-        """Called for missing names only, vLLM's above all: the error names an alternative."""
+        """Called for missing names only, mostly vLLM's: the error names an alternative."""
         llm = self.__dict__.get("llm")
         if name[0] != "_" and ("method", name) not in ROWS and hasattr(llm, name):
             raise AttributeError(f"AsyncLLM has no {name}: engine.llm.{name} is the LLM's; what "
@@ -220,8 +221,9 @@ class AsyncLLM:
         """How many seconds to wait for more work before the next step; None: for ever.
 
         A step that reads its layers from a disk costs as much for one prompt as for many. So the
-        first ones that come to an idle engine wait for others, up to `max_wait`, or until they fill
-        a step. While anything runs, no request waits: joining costs no reading (docs/extras.md).
+        first prompts that come to an idle engine wait for others, up to `max_wait`, or until they
+        fill a step. While a request runs, new ones don't wait: they join the next step, which reads
+        all layers anyway (docs/extras.md).
         """
         if not self.llm.has_unfinished_requests():
             return None
@@ -235,7 +237,7 @@ class AsyncLLM:
         return max(0, first + (plan.options.max_wait if plan else 0) - time.time())
 
     def _step(self) -> None:
-        """One step. Raises when the engine can't go on."""
+        """Run one step. Raises when the engine can't go on."""
         try:
             self.llm.step()
             self.num_failures = 0
@@ -256,7 +258,8 @@ class AsyncLLM:
             self._do(partial(self._leave, inbox))
 
     def _do(self, work: Callable[[], None]) -> None:
-        """Work that fails (a tokenizer at the rest of an aborted text) stops no other work."""
+        """Do posted work. If it fails (a tokenizer at the rest of an aborted text), other work goes
+        on."""
         try:
             work()
         except Exception:
@@ -284,7 +287,7 @@ class AsyncLLM:
         self.stopping = True
 
     def _end(self, reason: BaseException) -> None:
-        """Hand the error to all inboxes, also to those that still stand in the queue."""
+        """Hand the error to all inboxes, also to those that are still in the queue."""
         with self.lock:
             self.dead = reason
         self._fail_all(self._death())
@@ -294,7 +297,7 @@ class AsyncLLM:
     # ---------------------------------------------------------------- posting
 
     def _post(self, work: Callable[[], None]) -> None:
-        """From any thread, and never waits for a step."""
+        """Put work into the queue. May be called in any thread, and never waits for a step."""
         with self.lock:
             if self.dead is not None:
                 raise self._death()
@@ -313,7 +316,7 @@ class AsyncLLM:
 class Doorbell:
     """Wakes an event loop once for all inboxes that a step has outputs for, and not too often.
 
-    pace: how many inboxes may be woken in a second. To wake 64 inboxes for one token each takes the
+    pace: how many inboxes may be woken in a second. Waking 64 inboxes for one token each takes the
     loop as long as a small model's step. So after waking 64 it pauses for 64 / pace seconds, and
     outputs that come meanwhile are merged. With one inbox the pause is too short to notice.
     """
@@ -342,8 +345,8 @@ class Doorbell:
 
 
 class AsyncInbox:
-    """What one generator has not read yet: at most one output for each of its requests. It is the
-    inbox of them all, so the engine hands it their outputs."""
+    """The unread outputs of one generator: at most one for each of its requests. The engine hands
+    it the outputs of all these requests."""
 
     def __init__(self, bell: Doorbell):
         self.bell = bell
@@ -374,7 +377,8 @@ class AsyncInbox:
             self.bell.ring(self)
 
     async def take(self, seconds: float | None = None) -> RequestOutput | None:
-        """The next output, of the request that has waited longest. None: there was none in time."""
+        """The next output, that of the request which has waited longest. None: none came in time.
+        """
         while True:
             with self.bell.lock:
                 if self.unread:

@@ -1,15 +1,15 @@
-"""What the engine does right now, for the page at `/`: a picture of a step, some times a second.
+"""A live view of the engine for the page at `/`: a picture of a step, a few times a second.
 
     GET /live ──► Board.read() ──► {steps' tokens, blocks, rows: who computes, who waits and why}
 
-A client that asks counts as a watcher for two more seconds. Without watchers a step costs two
-comparisons.
+After a client has asked, pictures are made for two more seconds. Otherwise the cost of a step is
+two comparisons.
 
-Invariant: a picture holds numbers and the engine's own sentences, and no text of a request: to see
-a server's steps must not mean to read its users' prompts.
+Invariant: a picture holds numbers and the engine's own sentences, and no text of a request: people
+who may see a server's steps must not see its users' prompts.
 
-The whole history of steps is what `/trace` has (tracer.py). Road not taken: an event stream, which
-would have to be ended by hand when the server is told to end.
+`/trace` has the whole history of steps (tracer.py). Road not taken: an event stream, which would
+have to be closed explicitly when the server shuts down.
 """
 
 import time
@@ -21,8 +21,8 @@ from nanoserve.hooks import Extra
 from nanoserve.sequence import Sequence, Step
 from nanoserve_extras.trace.reasons import explain
 
-WATCHED, PAUSE = 2.0, 0.1  # seconds that a watcher counts, and between two pictures
-MOST_ROWS = 24  # of those that compute, and of those that wait
+WATCHED, PAUSE = 2.0, 0.1  # seconds: pictures are made so long after a read; between two pictures
+MOST_ROWS = 24  # for running sequences, and for waiting ones
 MOST_STEPS = 120
 
 
@@ -38,7 +38,7 @@ class Board(Extra):
         engine.add(self)
 
     def read(self) -> dict:
-        """The latest picture. From now on there are new ones for a while."""
+        """The latest picture. New ones are made for the next two seconds."""
         self.until = time.monotonic() + WATCHED
         return self.picture | dict(read=self.num_read, written=self.num_written,
                                    steps=list(self.steps))
@@ -89,7 +89,8 @@ class Board(Extra):
             running=len(scheduler.running), waiting=len(scheduler.waiting))
 
     def _row(self, seq: Sequence, start: int | None, num_new: int, why: str) -> dict:
-        """start: the position of the first token that the step computes; None: it computes none."""
+        """A sequence's row. start: the position of the first token that the step computes for it;
+        None: the step computes none."""
         done = seq.num_computed_tokens if start is None else start
         return dict(name=seq.name, prompt=seq.num_prompt_tokens, done=done, new=num_new,
                     cached=seq.num_cached_tokens or 0, blocks=len(seq.block_table),

@@ -9,8 +9,8 @@ Every option of the engine is an option here, by its name with dashes (arguments
 After SIGTERM or Ctrl-C the server takes no more connections. Running requests may finish within
 `--drain-seconds`; then they are aborted, and the process ends with status 0.
 
-The address is 127.0.0.1 unless another is asked for: anybody could use a server without a key on
-all addresses.
+The default address is 127.0.0.1: anybody could use a server that listens on all addresses without a
+key.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from nanoserve_extras.server.arguments import (
 from nanoserve_extras.server.async_llm import AsyncLLM
 
 KEY_VARIABLE = "NANOSERVE_API_KEY"  # an option can be read by all users of a machine (`ps`)
-# HTTP/2, in a request's head and in no body: behind its first line and whole lines of it.
+# An offer of HTTP/2 in a request's head, not in a body: after its first line and whole lines.
 OFFER = re.compile(rb"(?i)\A(\w+ [^\r\n]+ HTTP/1\.1(?:\r\n[^\r\n]+)*?)\r\nupgrade: *h2c(?=\r\n)")
 
 
@@ -121,7 +121,7 @@ def lora_module(text: str) -> tuple[str, str]:
 
 
 def check_servers_own(args: argparse.Namespace) -> None:
-    """vLLM's options of its server, and the model's two names. Raises `ValueError`."""
+    """Check the options of vLLM's server, and that the model is named once. Raises `ValueError`."""
     for name, row in VLLMS.items():
         if "serve" in row.takers and name in args and not row.asks_for_nothing(
                 value := getattr(args, name)):
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
                      *(name for name, _ in args.lora_modules or ())])
         llm = LLM(getattr(args, "model", BUNDLED_MODEL), **leaving_room(args))
         also = load_also(args)
-        with naming(args.host, args.port):  # two that start at a time may both be bound to it
+        with naming(args.host, args.port):  # two that start together may both be bound to it
             listening.listen()
         lora_requests = load_adapters(llm, args.lora_modules)
         keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
@@ -164,20 +164,20 @@ def main(argv: list[str] | None = None) -> int:
                          or (32 if args.limit_mm_per_prompt else 4) * 2 ** 20)
     except (ValueError, OSError) as error:
         parser.exit(2, f"nanoserve: {error}\n")
-    if args.allowed_origins:  # around the guard: a browser asks without a key first
+    if args.allowed_origins:  # around the guard: a browser's preflight has no key
         origins = sum([[one] if isinstance(one, str) else one for one in args.allowed_origins], [])
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
                              expose_headers=["x-request-id"])
     config = uvicorn.Config(app, http=Http1, timeout_graceful_shutdown=args.drain_seconds,
                             timeout_keep_alive=args.keep_alive_seconds, log_level=args.log_level)
-    # The page at / asks for /live some times a second.
+    # The page at / asks for /live a few times a second.
     logging.getLogger("uvicorn.access").addFilter(lambda line: "/live" not in line.getMessage())
     run(uvicorn.Server(config), listening, greeting(names[0], listening, keys))
     return 0
 
 
 def leaving_room(args: argparse.Namespace) -> dict:
-    """The engine's options; on a GPU a second model finds its share free. Raises `ValueError`."""
+    """The engine's options; on a GPU they leave memory for a second model. Raises `ValueError`."""
     options = engine_options(args)
     if args.also:
         options["gpu_memory_utilization"] -= args.also_memory
@@ -188,8 +188,8 @@ def leaving_room(args: argparse.Namespace) -> dict:
 
 
 def load_also(args: argparse.Namespace) -> tuple[AsyncLLM, list[str]] | None:
-    """The second model's engine, on the same device, and its name. What the first one uses of a GPU
-    is part of --gpu-memory-utilization."""
+    """The second model's engine, on the same device, and its names. On a GPU its
+    --gpu-memory-utilization includes the memory that the first one uses."""
     if not args.also:
         return None
     llm = LLM(args.also, device=args.device, kernels=args.kernels,
@@ -199,15 +199,15 @@ def load_also(args: argparse.Namespace) -> tuple[AsyncLLM, list[str]] | None:
 
 
 def check_names(names: list[str]) -> None:
-    """Refuse two models of one name: a client would get either. Raises `ValueError`."""
+    """Raises `ValueError` if two models have one name: a client could get either."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two models have the name {twice[0]!r}: choose another one for the "
                          "adapter (--lora-modules), or for the model (--served-model-name)")
 
 
 def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
-    """A `LoRARequest` by its name. Each adapter is loaded once, so that errors come at the start;
-    those that don't fit into `max_loras` are loaded again when a client asks for them."""
+    """The `LoRARequest`s by their names. Each adapter is loaded once, so that errors show at
+    start-up; adapters beyond `max_loras` are loaded again when a client asks for them."""
     if not modules:
         return {}
     from nanoserve_extras.lora.lora import LoRARequest  # an idea that may be deleted
@@ -237,7 +237,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def naming(host: str, port: int):
-    """Says in an `OSError` inside where can't be listened."""
+    """A block in which an `OSError` gets host and port added to its message."""
     try:
         yield
     except OSError as error:
@@ -249,8 +249,8 @@ def is_loopback(listening: socket.socket) -> bool:
 
 
 class Http1(AutoHTTPProtocol):
-    """Java's client offers HTTP/2 with its first request, and uvicorn reads no body behind such an
-    offer. So it is taken out of the head."""
+    """Removes the offer of HTTP/2 from a request's head. Java's client sends it with its first
+    request, and uvicorn would not read the body after it."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(OFFER.sub(rb"\1", data))
@@ -269,7 +269,7 @@ def run(server: uvicorn.Server, listening: socket.socket, said: str) -> None:
     signal once more, which ends the process with status 0."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        print(said, file=sys.stderr, flush=True)  # who reads it may connect, or send a signal
+        print(said, file=sys.stderr, flush=True)  # its reader may connect, or send a signal
         server.run(sockets=[listening])
     except KeyboardInterrupt:
         pass

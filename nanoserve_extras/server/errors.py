@@ -1,15 +1,15 @@
-"""What is wrong, in words: every error as one object, OpenAI's and Anthropic's at once.
+"""Errors for clients: every error as one object, in OpenAI's and Anthropic's form at once.
 
     {"type": "error", "error": {"message": ..., "type": by status, "param": a field, "code": ...}}
 
-    pydantic's             a field of the wrong shape     400: the field, and what pydantic says
-    `ValueError`           of the engine, the template    400: the field that it speaks of
+    pydantic's             a field of the wrong shape     400: the field, and pydantic's message
+    `ValueError`           of the engine, the template    400: the field that it is about
     `BadRequest`           this server's own              the status and the field that it names
     `EngineGenerateError`  a failed step                  500; 503 where the engine is dead
 
-Invariants: a client is told the field that it can change, by its own name for it: `max_tokens` and
-not the engine's `max_model_len`, `tools` and not the grammar that was made of them. Bad input is
-never a 500. Whatever a library says passes `words_of`, which leaves no address of an object.
+Invariants: an error names the field that the client can change, by the client's name for it:
+`max_tokens`, not the engine's `max_model_len`; `tools`, not the grammar that was made of them. Bad
+input is never a 500. Libraries' messages pass through `words_of`, which removes addresses.
 
 pydantic lists all errors: for a field that may be one of three types there are three.
 """
@@ -36,7 +36,7 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
          503: "overloaded_error"}  # by status
 HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"},
            413: {"connection": "close"}, 429: {"retry-after": "1"}}
-# Why JSON can't be read, where Python speaks of itself.
+# Why JSON can't be read, for errors whose message is about Python.
 UNREAD = {RecursionError: "it is nested too deep", UnicodeError: "it is no UTF-8",
           ValueError: "a number has thousands of digits"}
 OURS = "an error of this server: its log says more"
@@ -44,7 +44,7 @@ FORMS = "response_format", "text", "output_config", "output_format"  # in three 
 
 
 class BadRequest(ValueError):
-    """Something that the client can change. param: the field, if one is to blame."""
+    """An error that the client can correct. param: the field, if one is to blame."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400,
                  code: str | None = None):
@@ -53,18 +53,19 @@ class BadRequest(ValueError):
 
 
 class TooMuch(ValueError):
-    """A prompt and max_tokens that don't fit together: how many tokens each has, and the most."""
+    """A prompt and max_tokens that don't fit together: the numbers of tokens, and the limit."""
 
 
 class AsciiResponse(JSONResponse):
-    """JSON in ASCII, which can hold any text, also one that UTF-8 can't encode."""
+    """JSON in ASCII, which can hold any text, also text that UTF-8 can't encode."""
 
     def render(self, content: Any) -> bytes:
         return as_json(content)
 
 
 def as_json(content: Any) -> bytes:
-    """Raises `ValueError` for NaN and Infinity, which are no JSON: Python would write them."""
+    """Encode JSON. Raises `ValueError` for NaN and Infinity, which Python would write although
+    JSON has no such numbers."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -84,7 +85,7 @@ def error_response(message: str, status: int = 400, param: str | None = None,
 
 
 def add_errors(app: FastAPI) -> None:
-    """Every error as one object."""
+    """Add handlers that answer every error with one object."""
     @app.exception_handler(BadRequest)
     async def bad_request(http: Request, error: BadRequest):
         return error_response(str(error), error.status, error.param, error.code)
@@ -92,7 +93,7 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def wrong_body(http: Request, error: RequestValidationError):
         first, *_ = errors = error.errors()
-        for one in errors:  # one of our own, out of a validator, says more than pydantic's
+        for one in errors:  # an error of our own validators is clearer than pydantic's
             if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
                 return await bad_request(http, told)
         if first["type"] == "json_invalid":  # `loc` ends with a number then, not a field
@@ -133,8 +134,8 @@ def add_errors(app: FastAPI) -> None:
 
 
 def wrong_shape(errors: list[dict], body: Any) -> tuple[str, list[str]]:
-    """What pydantic says of the first wrong field, and the field's path. Of a union it says what is
-    wrong with each arm, by a name that is in no body: told is of the arm that fits the longest."""
+    """pydantic's message about the first wrong field, and the field's path. For a union pydantic
+    lists an error for each arm, by names that are in no body; the arm that fits longest is told."""
     field = errors[0]["loc"][:1]
     path, error = max(((_place(error, body), error) for error in errors
                        if error["loc"][:1] == field), key=lambda one: (
@@ -157,7 +158,7 @@ def _place(error: dict, body: Any) -> list[str]:
 
 @contextmanager
 def bad_requests(body: BaseModel):
-    """Turns a `ValueError` inside into a `BadRequest`."""
+    """A block in which a `ValueError` becomes a `BadRequest`."""
     try:
         yield
     except BadRequest:
@@ -172,7 +173,7 @@ def bad_requests(body: BaseModel):
         if "maximum context length is" in said:
             code, said = TOO_LONG, f"prompt is too long: {said}"  # Claude Code shortens it then
         elif said.startswith("structured_outputs: ") and field not in (None, "structured_outputs"):
-            # It was made here of that field, and so were the lines of the grammar.
+            # The grammar was made of that field here: the client doesn't know its lines.
             said = f"{field}: " + said.partition(": ")[2].splitlines()[0]
         elif isinstance(error, MediaError):
             said = body.not_shown(said)

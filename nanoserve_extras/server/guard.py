@@ -1,27 +1,27 @@
-"""What stands around every endpoint: keys, limits for bodies and open requests, and who is gone.
+"""The guard around all endpoints: keys, limits for bodies and open requests, clients that leave.
 
     request ──► local? ──► key? ──► room? ──► body, up to a limit and in time ──► the application
                  403        401      429            413          408
 
 The guard is an ASGI application around another one. It refuses a request before anything is read or
 computed, so that a flood of requests costs little: a body is read only when there is room for its
-request, and no more of it is kept than the limit allows. A body that doesn't come gives its room
-back. Without a key on the loopback a name that is not local is refused, because a web page could
-have its own name lead here (DNS rebinding), and then ask and read as if it were at home.
+request, and at most the limit is kept. A body that takes too long is dropped, and frees its room. A
+server without a key on the loopback address refuses foreign host names, because a web page could
+let its own name resolve to this server (DNS rebinding), and then send requests and read answers.
 
 Room is counted in sequences: one for a request as long as it is open, and one more for each further
-sample once its body says how many it wants (`Ticket.widen`). So a body of 100 prompts with n=10
-takes a thousand places, and gives them back when its answer was sent or its client has gone.
+sample once its body is read (`Ticket.widen`). So a body of 100 prompts with n=10 takes a thousand
+places, and frees them when its answer was sent or its client has disconnected.
 
-When a client goes away, its request is aborted. The web framework notices this only for a stream;
+When a client disconnects, its request is aborted. The web framework notices this only for a stream;
 for an answer in one message `unless_gone` watches the connection, because a plain endpoint would
 compute to the end.
 
-Invariants: a client's key is compared with all keys, each in constant time, so that the time of an
-answer says nothing about a key. A ticket is given back exactly once, also after an error.
+Invariants: a client's key is compared with all keys, each in constant time, so that response times
+reveal nothing about keys. A ticket is given back exactly once, also after an error.
 
-This is no middleware of the web framework's own: its base class hides from the application that a
-client has gone away.
+The guard does not use the web framework's middleware class, which hides a disconnect from the
+application.
 """
 
 import asyncio
@@ -49,23 +49,23 @@ from nanoserve_extras.server.errors import (
 GONE = 499  # nginx's status for a client that has closed the connection
 ENDING = ("the server is told to end, and this request took longer than --drain-seconds: send it "
           "again")
-PATIENCE = 16  # a body that is too long is read up to so many times the limit
-# A body has 10 seconds, and one more for each 10,000 bytes that have come: Apache's way to bound
-# slow clients, because a fixed time would stop a long body on a slow line.
+PATIENCE = 16  # a body that is too long is read up to this multiple of the limit
+# A body may take 10 seconds, and one more for each 10,000 bytes that have come. Apache bounds slow
+# clients in this way: a fixed time would stop a long body on a slow line.
 BODY_SECONDS, BODY_RATE = 10, 10_000
 # Paths that need no key: they show the server's state and its API, but no prompt and no text.
 OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
 
 
 class Ticket:
-    """The room that one request takes: `places` of the guard's."""
+    """The room that one request takes: a number of the guard's `places`."""
 
     def __init__(self, guard: "Guard"):
         self.guard, self.places = guard, 0
 
     def widen(self, places: int) -> None:
-        """The request wants `places` in all. Raises `BadRequest`: 429 if there is no room now, 400
-        if there never will be."""
+        """Take `places` in all for the request. Raises `BadRequest`: 429 if there is no room now,
+        400 if there never will be."""
         limit, more = self.guard.max_requests, places - self.places
         if places > limit:
             raise BadRequest(f"prompts times n must be at most {limit}, got {places}: send several "
@@ -82,10 +82,10 @@ class Ticket:
 
 
 class Guard:
-    """app: the application to guard. api_keys: an empty list needs no key. max_requests: sequences
-    that may be open, running or waiting. max_body_bytes: of one request. root_path: what stands in
-    front of all paths, if a proxy leaves it there. only_local: names of other machines are refused
-    in the header Host."""
+    """app: the application to guard. api_keys: if empty, no key is needed. max_requests: sequences
+    that may be open, running or waiting. max_body_bytes: the limit for one request. root_path: a
+    prefix of all paths, if a proxy leaves it there. only_local: whether names of other machines in
+    the header Host are refused."""
 
     def __init__(self, app, api_keys: list[str] = (), max_requests: int = 1024,
                  max_body_bytes: int = 4 * 2 ** 20, root_path: str = "", only_local: bool = False):
@@ -126,7 +126,7 @@ class Guard:
             await answer(scope, receive, send)
 
     def is_known(self, headers: dict[bytes, bytes]) -> bool:
-        """Digests are compared, which all have one length."""
+        """Whether the request has a valid key. Digests are compared, since all have one length."""
         if b"x-api-key" in headers:  # Anthropic's header
             headers = {b"authorization": b"Bearer " + headers[b"x-api-key"]} | headers
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -145,9 +145,9 @@ class Guard:
             ticket.give_back()
 
     async def _read(self, receive, announced: int) -> bytes:
-        """The body. What is too long is read on for a while and not kept, because a client that
-        still writes would not see the answer. A client that goes away sends no more, and the
-        application will hear of that by itself."""
+        """Read the body. A body that is too long is read on for a while, but not kept, because a
+        client that still writes would not see the answer. If the client disconnects, the body
+        ends, and the application notices the disconnect itself."""
         most, start = PATIENCE * self.max_body_bytes, time.monotonic()
         body, length, more = bytearray(), announced if announced > most else 0, True
         while more and length <= most:
@@ -169,7 +169,8 @@ class Guard:
 
 
 def is_local(host: str) -> bool:
-    """Whether a Host's name can't be another machine's: no page has an address for its name."""
+    """Whether a name in the header Host is local or an address. An address needs no DNS, so DNS
+    rebinding can't use it."""
     name = re.sub(r":\d*$", "", host.lower()).strip("[]")
     if name in ("", "localhost", "host.docker.internal") or name.endswith(".localhost"):
         return True
@@ -179,7 +180,7 @@ def is_local(host: str) -> bool:
 
 
 def named(send, request_id: bytes):
-    """A `send` that puts the client's own id of the request into the answer, or one made here."""
+    """A `send` that adds the request's id to the answer: the client's own, or one made here."""
     async def again(message: dict) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id),
@@ -190,7 +191,7 @@ def named(send, request_id: bytes):
 
 
 def replay(body: bytes, receive):
-    """A `receive` that hands out the body in one piece, and then says what the real one says."""
+    """A `receive` that returns the body in one piece, and then the messages of the real one."""
     told = False
 
     async def again() -> dict:
@@ -207,8 +208,9 @@ def replay(body: bytes, receive):
 
 
 class EventStream(StreamingResponse):
-    """Ends with an error where the server is ending, or fails. (A client that goes away cancels
-    parts of it only.) failed: writes an error as the last event of the stream's language."""
+    """A stream that ends with an error event if the server shuts down or fails. (When a client
+    disconnects, only parts of it are cancelled.) failed: writes an error as the last event, in the
+    API's language."""
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,4 @@
-"""Calls as models write them, where that is not what their chat template writes.
+"""Tool calls that models write in other formats than their chat template's.
 
 Models mix the formats that they have seen. So a call may come as
 
@@ -9,12 +9,12 @@ Models mix the formats that they have seen. So a call may come as
     <function=f>{...}</function>            or with <parameter=x> ... </parameter> for each value
     [f(x=1)]                                Python's own calls, in a list or a fence
 
-one after the other, in lists, in fences (```json) and in tags (<tools>). Between a format's marks
-nothing but a call can be meant. Without marks it can, so there the whole answer has to be calls:
-objects with no other keys than those of a call (`LooseReader.is_all`).
+one after the other, in lists, in fences (```json) and in tags (<tools>). Text between a format's
+marks can only be meant as a call. Text without marks may be meant otherwise, so there the whole
+answer has to be calls: objects with no other keys than those of a call (`LooseReader.is_all`).
 
-Only what names a tool that was offered is a call, and nothing is made up: a text that breaks off
-within a string, or arguments that are no object, make none.
+A call must name a tool that was offered, and nothing is made up: a text that breaks off within a
+string, or with arguments that are no object, is no call.
 """
 
 import ast
@@ -44,7 +44,7 @@ PARTS = re.compile(r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'{}\[\]()]|```|
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 WORDS = {"true": "True", "false": "False", "null": "None"}
 WORD = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|\b(true|false|null)\b""")
-WAIT = ..., 0  # more has to come before it can be said
+WAIT = ..., 0  # more text is needed to decide
 
 
 @dataclass
@@ -65,16 +65,16 @@ LINES = json.JSONDecoder(parse_constant=_no_number, strict=False)  # texts may h
 
 @dataclass
 class LooseReader:
-    """schemas: of each tool's arguments, by name. stop: the mark behind the calls; "": there is
-    none. is_all: the calls have to be all of the text."""
+    """schemas: those of each tool's arguments, by name. stop: the mark after the calls; "": there
+    is none. is_all: whether the calls have to be all of the text."""
 
     schemas: dict[str, Any]
     stop: str = ""
     is_all: bool = False
 
     def read(self, text: str, ended: bool) -> tuple[Any, int]:
-        """The calls that begin the text, and where they end; no calls where it begins with
-        anything else, or `WAIT`."""
+        """The calls at the beginning of the text, and where they end; no calls if the text begins
+        with anything else; or `WAIT`."""
         calls, at = [], 0
         while True:
             if self.stop and text.startswith(self.stop, at):
@@ -94,7 +94,7 @@ class LooseReader:
             calls, at = calls + found, end
 
     def _one(self, text: str, at: int, ended: bool) -> tuple[Any, int]:
-        """As `read`, of one object or function."""
+        """As `read`, for one object or function."""
         if text[at] == "{":
             if not self._may_call(text, at):
                 return [], 0
@@ -107,7 +107,7 @@ class LooseReader:
         return [], 0
 
     def _may_call(self, text: str, at: int) -> bool:
-        """Whether an object's beginning rules no call out: so a stream of JSON need not wait."""
+        """Whether an object that begins so may be a call. If not, a stream of JSON can go on."""
         at = BEGINNING.match(text, at).end()
         while pair := PAIR.match(text, at):
             if pair[1] in NAMES:
@@ -134,7 +134,7 @@ class LooseReader:
                      if one in self.schemas), None)
 
     def _calls_of(self, value: Any) -> list[Call]:
-        """The calls that an object, or a list of them, stands for. None: it stands for others."""
+        """The calls that an object, or a list of objects, describes. None: there are no calls."""
         if isinstance(value, list):
             found = [self._calls_of(one) for one in value]
             return sum(found, []) if all(found) else []
@@ -168,7 +168,7 @@ class LooseReader:
         return [Call(name, text)] if isinstance(arguments, dict) else []
 
     def _function(self, tag: re.Match, text: str, ended: bool) -> tuple[Any, int]:
-        """What stands behind <function=f>."""
+        """Read the arguments after <function=f>."""
         name, at, found = self._name(tag[1]), tag.end(), {}
         if name is None:
             return [], 0
@@ -186,7 +186,7 @@ class LooseReader:
         return WAIT if may_go_on and not ended else ([], 0)
 
     def _typed(self, text: str, name: str, key: str) -> Any:
-        """A value as its schema wants it."""
+        """A value, converted to the type in its schema."""
         root = self.schemas[name]
         properties = root.get("properties") if isinstance(root, dict) else None
         kinds = kinds_of((properties or {}).get(key), root)
@@ -220,7 +220,8 @@ class LooseReader:
         return self._call(name, {key: value for key, (value,) in values.items()}), end
 
     def value(self, text: str, at: int, ended: bool) -> tuple[Any, int]:
-        """The object that begins here, mended if need be, and where it ends. (None: it is none.)"""
+        """The object that begins here, repaired if necessary, and where it ends. None: no object.
+        """
         for start in (at, at + 1 if text.startswith("{{", at) else at):
             if found := _tried(lambda part, start=start: LINES.raw_decode(part, start), text):
                 return found
@@ -238,8 +239,8 @@ class LooseReader:
 
 
 def _extent(text: str, at: int, stop: str) -> tuple[int, str | None]:
-    """Where the brackets that open here are closed, or a mark comes before that; -1: neither. And
-    the brackets that are missing there; None: a text is open."""
+    """Where the brackets that open here are closed, or where a mark comes before that; -1: neither.
+    Also returns the brackets that are missing there; None: a string is not closed."""
     marks = re.compile(f"{re.escape(stop)}|{PARTS.pattern[4:]}", re.S) if stop else PARTS
     opened: list[str] = []
     for part in marks.finditer(text, at):
@@ -258,7 +259,7 @@ def _extent(text: str, at: int, stop: str) -> tuple[int, str | None]:
 
 
 def _tried(read: Callable, text: Any) -> Any:
-    """None where it can't be read."""
+    """What `read` returns; None if it raises."""
     try:
         return read(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):

@@ -1,21 +1,21 @@
-"""A pooling model's endpoints: embeddings as OpenAI has them, scores and rankings as vLLM has them.
+"""A pooling model's endpoints: embeddings in OpenAI's form, scores and rankings in vLLM's.
 
     /v1/embeddings   a vector for each input, as numbers or as base64 of float32
     /classify        probabilities of classes for each input
-    /pooling         what the model makes of each input, of its tokens too
+    /pooling         the model's result for each input, or for each of its tokens
     /score           how well two texts go together: one with many, or pair by pair
     /rerank          documents, the one that answers the query best first (Cohere's, Jina's, TEI's)
     /v2/embed        vectors, as Cohere has them
 
-An embedding model compares two embeddings, by their cosine or as its files say, so a query that all
-documents are compared with is computed once. A reranker reads query and document at once, as one
-prompt a pair. Which of the two a model is, its pooler knows.
+An embedding model compares two embeddings, by their cosine or as its files say, so a query that is
+compared with many documents is computed once. A reranker reads query and document together, one
+prompt per pair. The pooler knows which of the two a model is.
 
 An endpoint's function checks and tokenises, and returns a coroutine that computes and may be
-cancelled. So all errors of the client are found before any computing.
+cancelled. So all errors of the client are found before anything is computed.
 
-Vectors are made in pooling/pooling.py. The engine's own `embed` and `score` would hold their thread
-until all is done, even if the client has gone away.
+pooling/pooling.py makes the vectors. The engine's own `embed` and `score` are not used, because
+they would block their thread to the end even if the client has disconnected.
 """
 
 import base64
@@ -45,14 +45,14 @@ from nanoserve_extras.server.protocol import (
 
 Work = Coroutine[Any, Any, Any]
 Show = Callable[[list, dict], Any]  # vectors and usage to the answer
-DOCUMENTS = "document", "passage", "corpus"  # one thing, in sentence-transformers' order
+DOCUMENTS = "document", "passage", "corpus"  # names of one prompt, in sentence-transformers' order
 # A text, or Cohere's {"text": ...}.
 Text = Annotated[str, BeforeValidator(
     lambda one: one["text"] if isinstance(one, dict) and "text" in one else one)]
 
 
 class PoolingBody(Body):
-    """What the bodies of a pooling model have in common."""
+    """Fields that all bodies of a pooling model have."""
 
     use_activation: bool | None = None
     truncate_prompt_tokens: Cut | None = None
@@ -90,13 +90,13 @@ class EmbeddingBody(InputBody):
 
     use_activation: bool | None = Field(
         None, validation_alias=AliasChoices("use_activation", "normalize"))
-    input_type: str | None = None  # which of the model's own prompts stands in front
+    input_type: str | None = None  # the name of the model's prompt to put in front
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
 class TaskBody(EmbeddingBody):
-    """`POST /pooling`: whatever this model makes of a prompt."""
+    """`POST /pooling`: this model's result for a prompt, whatever its task is."""
 
     task: str | None = None
 
@@ -153,8 +153,8 @@ class EmbedBody(PoolingBody):
 
 @dataclass
 class Job:
-    """What an endpoint works with. chat_template: of a reranker, with a query and a document.
-    lora_request: a `LoRARequest`, if that is what the body names as its model."""
+    """The objects that an endpoint needs. chat_template: a reranker's, for a query and a document.
+    lora_request: a `LoRARequest`, if the body names an adapter as its model."""
 
     engine: AsyncLLM
     model: str
@@ -166,7 +166,7 @@ class Job:
         if Fact.GENERATES in self.engine.llm.facts:
             raise ValueError("this server generates text (runner='generate'): start one with "
                              "--runner pooling")
-        # Cohere's kinds of input, and others', are the prompts that a model was trained with.
+        # Cohere's and others' kinds of input stand for the prompts that a model was trained with.
         pooler = self.engine.llm.runner.pooler
         known = {} if pooler is None else pooler.files.prompts
         kind = (getattr(body, "input_type", None) or "").removeprefix("search_")
@@ -197,7 +197,7 @@ class Job:
 
     async def scores(self, first: list[str], second: list[str], body: PoolingBody,
                      show: Show) -> Work:
-        """show: gets a score for each pair in the place of vectors."""
+        """Score pairs. show: takes a score for each pair instead of vectors."""
         pooler, inputs = self.engine.llm.runner.pooler, self.engine.llm.inputs
         if pooler is None or not pooler.reads_pairs(first, second):
             return await self.run(first + second, "embed", body, lambda vectors, usage: show(
@@ -210,7 +210,7 @@ class Job:
             [vector.item() for vector in vectors], usage))
 
     def listed(self, kind: str, show: Callable[[Any], dict]) -> Show:
-        """An answer with what `show` makes of each result."""
+        """A function that makes an answer: a list with `show` applied to each result."""
         return lambda results, usage: dict(
             id=f"{kind}-{uuid4().hex}", object="list", created=int(time.time()), usage=usage,
             data=[dict(index=i) | show(result) for i, result in enumerate(results)],
@@ -224,7 +224,7 @@ async def embeddings(job: Job, body: EmbeddingBody) -> Work:
 
 
 async def embed(job: Job, body: EmbedBody) -> Work:
-    """Cohere's."""
+    """Embeddings in Cohere's form."""
     def show(vectors: list[torch.Tensor], usage: dict) -> dict:
         found = {kind: [encoded(vector, kind) for vector in vectors]
                  for kind in body.embedding_types or ["float"]}
@@ -269,7 +269,7 @@ async def rerank(job: Job, body: RerankBody) -> Work:
 
 
 def encoded(vector: torch.Tensor, kind: str | None) -> list | str:
-    """Numbers, or as OpenAI packs them: float32, the lowest byte first."""
+    """A vector as a list of numbers, or in OpenAI's base64: float32, the lowest byte first."""
     if kind != "base64":
         return vector.tolist()
     vector = vector.flatten()

@@ -1,4 +1,4 @@
-"""The engine's numbers for Prometheus: what `/metrics` answers.
+"""The engine's metrics in Prometheus' text format, for `/metrics`.
 
     engine ─► EngineMetrics: `LLM.get_metrics()`, read when Prometheus asks ─► text
 
@@ -6,12 +6,12 @@
     # TYPE vllm:request_success_total counter
     vllm:request_success_total{model_name="storyteller",engine="0",finished_reason="stop"} 3
 
-A dashboard that was made for vLLM shows these numbers, because names, labels and the limits of the
-buckets are its own. A line a number is all that Prometheus' text format asks for (its version
-0.0.4); a counter's name ends with "_total", and a histogram's buckets are cumulative.
+A dashboard that was made for vLLM shows these metrics, because names, labels and the limits of the
+buckets are the same. The text format (version 0.0.4) has a line for each number; a counter's name
+ends with "_total", and a histogram's buckets are cumulative.
 
 Invariants: a scrape takes no lock and waits for no step, and two engines share no numbers. The
-library prometheus_client has a registry of its own numbers; these are counted already.
+library prometheus_client is not used: it counts by itself, and these numbers are counted already.
 """
 
 from nanoserve.engine import LLMEngine
@@ -58,8 +58,8 @@ MEANING = {
 
 
 def text(engines: dict[str, LLMEngine]) -> str:
-    """All numbers. engines: by the name that their numbers carry, as clients know it."""
-    lines: dict[str, list[str]] = {}  # all of a name stand together, behind their two comments
+    """All metrics as text. engines: by the model's name for clients, which is their label."""
+    lines: dict[str, list[str]] = {}  # lines by metric, each group after its two comments
     for model, engine in engines.items():
         for number in numbers_of(engine):
             name, kind = number.name, type(number).__name__.lower()
@@ -74,7 +74,7 @@ def text(engines: dict[str, LLMEngine]) -> str:
 
 
 def numbers_of(engine: LLMEngine) -> list[Metric]:
-    """An engine that is dead still has what it has counted itself."""
+    """An engine's metrics. Those that it counted itself are there even if it is dead."""
     try:
         return engine.get_metrics()
     except RuntimeError:
@@ -82,7 +82,7 @@ def numbers_of(engine: LLMEngine) -> list[Metric]:
 
 
 def samples(number: Metric) -> list[tuple[str, dict, float]]:
-    """What is added to the name, and to the labels, and a value: for each line of a number."""
+    """For each line of a metric: the suffix of its name, its further labels, and its value."""
     if isinstance(number, (Counter, Gauge)):
         return [("", {}, number.value)]
     if isinstance(number, Vector):

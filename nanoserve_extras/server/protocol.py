@@ -1,24 +1,24 @@
-"""What clients send: OpenAI's bodies, with vLLM's additions, and what becomes of them.
+"""Bodies of requests: OpenAI's, with vLLM's additions, and how each field is treated.
 
-A body passes three checks, and whatever fails is a 400 that names the field:
+A body passes three checks; if one fails, the answer is a 400 that names the field:
 
     shape      pydantic, strict: a "5" is no number            here
     meaning    `SamplingParams`, the chat template, the prompt  where offline requests are checked
     capacity   the prompt and max_tokens must fit together      api.py
 
-Which fields there are follows from `SamplingParams`: a new one is served at once. Of the others
+All fields of `SamplingParams` are fields of a body, new ones at once. Other fields:
 
-    null, or a value that asks for nothing      is passed over
+    null, or a value without effect             is ignored
     would change the text (vllm.py)             400: what to do instead
     nearly the name of a field here             400: did you mean ...?
-    harmless (vllm.py)                          is passed over
-    unknown                                     is passed over and logged once; 400 with `--strict`
+    harmless (vllm.py)                          is ignored
+    unknown                                     is ignored and logged once; 400 with `--strict`
 
 Invariant: a field that is left out, or null, has the model's own value (generation_config.json),
-which is not always the default of `SamplingParams`. Without `max_tokens` a chat may use all the
-room there is, and a completion has 16 tokens, as OpenAI's.
+which is not always the default of `SamplingParams`. Without `max_tokens` a chat may use the whole
+context, and a completion has 16 tokens, as OpenAI's.
 
-The `openai` package's own types describe what OpenAI serves, and not what this server does.
+The types of the `openai` package are not used: they describe what OpenAI serves, not this server.
 """
 
 import json
@@ -36,14 +36,14 @@ from nanoserve_extras.server.errors import TOO_LONG, BadRequest
 from nanoserve_extras.server.vllm import ROWS
 
 MAX_TOOLS, MAX_SCHEMAS = 128, 200_000  # OpenAI's number; characters of all schemas together
-# One of these in a tool's schema says what its arguments are.
+# A tool's schema describes its arguments if it has one of these keys.
 SAYS = ("properties", "patternProperties", "additionalProperties", "$ref", "anyOf", "oneOf",
         "allOf")
 MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chat, and vLLM's for both
 MAX_COMPARED = 20  # unknown fields that may be mistyped ones: each is compared with all names
 ONE_TEXT = dict(type="object", properties=dict(input=dict(type="string")), required=["input"],
                 additionalProperties=False)
-# What a client may not put among a template's variables: arguments of the tokenizer's method.
+# Names that a client may not use for a template's variables: arguments of the tokenizer's method.
 NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tokenize", "padding",
                      "add_generation_prompt", "continue_final_message", "truncation", "max_length",
                      "return_tensors", "return_dict", "return_assistant_tokens_mask",
@@ -62,7 +62,7 @@ SWITCH = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 
 def whole(value: Any, depth: int = 2) -> Any:
-    """5.0 as 5, also in lists, as deep as prompts of token ids are."""
+    """5.0 as 5, also in lists nested as deep as prompts of token ids."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if depth and isinstance(value, list) and any(isinstance(one, (float, list)) for one in value):
@@ -84,7 +84,7 @@ Switch = Annotated[Thinking | None, BeforeValidator(
 
 
 def fail_fast(schema: Any) -> Any:
-    """pydantic's own schema, changed so."""
+    """pydantic's own schema, changed so that a list ends at its first wrong item."""
     for part in schema.values() if isinstance(schema, dict) else schema:
         if isinstance(part, (dict, list)):
             fail_fast(part)
@@ -94,8 +94,8 @@ def fail_fast(schema: Any) -> Any:
 
 
 def read_json(body: bytes) -> Any:
-    """A body. Python reads, and writes, numbers that JSON has no word for: NaN, and Infinity, which
-    1e400 is to it. Raises `BadRequest`, naming the field."""
+    """Read a body. Python also reads numbers that JSON can't represent: NaN, and Infinity, which it
+    makes of 1e400. For these this raises a `BadRequest` that names the field."""
     strange: list[str] = []
 
     def number(text: str) -> float:
@@ -113,7 +113,7 @@ def read_json(body: bytes) -> Any:
 
 
 def _values(found: Any) -> Iterator[tuple[list[str], Any]]:
-    """Each value of a body, and where it stands: ["messages", "0", "content"]."""
+    """Each value of a body with its path, for example ["messages", "0", "content"]."""
     ahead: list[tuple[list[str], Any]] = [([], found)]
     while ahead:
         path, value = ahead.pop()
@@ -124,7 +124,7 @@ def _values(found: Any) -> Iterator[tuple[list[str], Any]]:
 
 
 def as_prompts(prompts: Any) -> list:
-    """A text, or token ids, alone is a list of one."""
+    """A list of prompts: a single text, or a single list of token ids, becomes a list of one."""
     many = isinstance(prompts, list) and not isinstance(prompts[0], int)
     return prompts if many else [prompts]
 
@@ -136,14 +136,14 @@ class Fields(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Callable) -> dict:
-        """A list ends at its first wrong item. An error for each item, and that for each form which
-        a field may have, would hold the event loop for many seconds."""
+        """Stop checking a list at its first wrong item. An error for each item, times each type
+        that a field may have, would block the event loop for many seconds."""
         return fail_fast(handler(source))
 
     @model_validator(mode="before")
     @classmethod
     def read_whole_numbers(cls, given: Any) -> Any:
-        """JSON has one kind of number, and some clients write 100 as 100.0."""
+        """Read 100.0 as 100: JSON has one kind of number, and some clients write it so."""
         return {name: whole(value) for name, value in given.items()} if isinstance(
             given, dict) else given
 
@@ -165,24 +165,25 @@ class Fields(BaseModel):
 
 
 class Body(Fields):
-    """What all bodies have in common."""
+    """Fields and rules of all bodies."""
 
     prompts_in: ClassVar[tuple[str, ...]] = ()  # fields with prompts, alone or in lists
     model: str | None = None
 
     @property
     def num_sequences(self) -> int:
-        """The most that the body can make: the places that it takes (guard.py)."""
+        """How many sequences the body asks for: the places that it takes (guard.py)."""
         count = sum(len(as_prompts(getattr(self, name))) for name in self.prompts_in)
         return max(1, count) * max(1, getattr(self, "n", None) or 1)
 
     def not_shown(self, said: str) -> str:
-        """What this language's clients are told of an image that the model can't be shown."""
+        """The error for an image that the model can't take, in the words of this API."""
         return said
 
     def too_much(self, count: int, limit: int, room: int) -> BadRequest:
-        """count: the prompt's tokens. The larger of the two is to blame: by the code `TOO_LONG`,
-        and by the words that go with it, clients shorten a history, also one of a few words."""
+        """The error for a prompt and max_tokens that don't fit together. count: the prompt's
+        tokens. The error blames the larger one: on the code `TOO_LONG` and its words clients
+        shorten their history, even if it has a few words only."""
         field = next((name for name in ("max_completion_tokens", "max_output_tokens")
                       if getattr(self, name, None)), "max_tokens")
         if limit > count:
@@ -196,22 +197,22 @@ class Body(Fields):
 class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: the usage so far, in every piece
-    include_obfuscation: bool | None = None  # padding against listeners: there is none
+    include_obfuscation: bool | None = None  # padding against eavesdroppers: none is added
 
 
-# A client can't set these; of the last one the name is vLLM's, `vllm_xargs`.
+# Clients can't set these; the last one has vLLM's name in a body, `vllm_xargs`.
 OFFLINE = ("detokenize", "output_kind", "logits_processors", "extra_args")
 SERVED = [one for one in fields(SamplingParams) if one.name not in OFFLINE]
 OF_CHOICES = {"n", "logprobs", "prompt_logprobs"}  # one message has no place for them
-# A body with a field for each, to be left out or null. The rule's words are for the page `/docs`.
+# A body with all these fields, which may be left out or null. `/docs` shows the rules' texts.
 Sampling = create_model("Sampling", __base__=Body, **{
     one.name: (one.type | None, Field(None, description=rule_of(one.type).must))
     for one in SERVED if one.name not in OF_CHOICES})
 
 
 class Controls(Sampling):
-    """The fields that generators share: those of `SamplingParams`, which are handed on unchanged
-    and checked there, and the server's own."""
+    """The fields of all generating endpoints: those of `SamplingParams`, which are passed on
+    unchanged and checked there, and the server's own."""
 
     logit_bias: dict[str, Any] | None = None  # JSON's keys are texts
     structured_outputs: dict[str, Any] | None = None  # vLLM's way to ask for a form
@@ -222,7 +223,7 @@ class Controls(Sampling):
 
 
 class GenerationBody(Controls):
-    """What completions and chats have besides."""
+    """Further fields of completions and chats."""
 
     n: int | None = None
     response_format: dict[str, Any] | None = None  # OpenAI's way to ask for a form
@@ -254,7 +255,8 @@ class GenerationBody(Controls):
         return replace(defaults, output_kind=kind, **given)
 
     def form(self) -> Any:
-        """What `response_format` asks for; None where any text will do. Raises `ValueError`."""
+        """The constraint that `response_format` asks for; None for any text. Raises `ValueError`.
+        """
         from nanoserve_extras.structured.structured import (
             from_response_format,  # here: it may be deleted
         )
@@ -271,7 +273,7 @@ class GenerationBody(Controls):
 
     @property
     def num_samples(self) -> int:
-        """How many each prompt gets."""
+        """The number of samples of each prompt."""
         return self.n or 1
 
     @property
@@ -303,7 +305,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def only_echo(self) -> bool:
-        """To score a prompt: one token is computed and not returned."""
+        """Whether the body only scores its prompt: then one token is computed and not returned."""
         return bool(self.echo) and self.max_tokens == 0 and self.max_completion_tokens is None
 
     def limit(self) -> int | None:
@@ -311,13 +313,14 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """What is echoed has logprobs, too."""
+        """With `echo` the prompt has logprobs, too."""
         is_scored = self.echo and self.prompt_logprobs is None
         return self.logprobs if is_scored else self.prompt_logprobs
 
 
 class TranscriptionBody(CompletionBody):
-    """`POST /v1/audio/transcriptions`, a form: what is said in a WAV file (docs/extras.md)."""
+    """`POST /v1/audio/transcriptions`, a form: the speech in a WAV file as text (docs/extras.md).
+    """
 
     prompts_in = ()
     file: bytes
@@ -330,24 +333,24 @@ class TranscriptionBody(CompletionBody):
         return self.structured_outputs
 
 
-# Clients in Go write null for what an object doesn't have.
+# Clients in Go write null for missing entries.
 Parameters = Annotated[dict[str, Any] | None, BeforeValidator(
     lambda given: {key: value for key, value in given.items() if value is not None}
     if isinstance(given, dict) else given)]
 
 
 class Function(BaseModel):
-    """What a tool is called and takes. Templates look for entries of their own, too."""
+    """A tool's name and parameters. Templates may look for further entries."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
-    description: Any = None  # templates write entries in this order, as models have learnt it
+    description: Any = None  # templates write entries in this order, which models know
     parameters: Parameters = None  # a JSON schema of an object
 
 
 class Tool(BaseModel):
-    """A function. A custom tool is one of a single text, and its grammar, if any, is only shown.
-    OpenAI's hosted tools are not served."""
+    """A function. A custom tool becomes a function with a single string; its grammar, if any, is
+    only shown to the model. OpenAI's hosted tools are not supported."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["function"]
@@ -382,8 +385,8 @@ class ToolChoice(BaseModel):
 
 
 def as_choice(one: Any) -> Any:
-    """A choice in any client's form: a word, {"type": "auto"}, a tool, or `allowed_tools`, whose
-    hosted ones have no name. A chat puts the last two one level deeper. Raises `BadRequest`."""
+    """A choice in any client's form: a word, {"type": "auto"}, a tool, or `allowed_tools` (hosted
+    tools in it have no name). A chat nests the last two one level deeper. Raises `BadRequest`."""
     kind = one.get("type", "function") if isinstance(one, dict) else one
     if kind in (None, "none", "auto", "required", "any"):  # Mistral's and Anthropic's "any"
         return "required" if kind == "any" else kind
@@ -406,7 +409,7 @@ Choice = Annotated[Literal["none", "auto", "required"] | ToolChoice | None, Befo
 
 
 class Conversation(Body):
-    """Messages for the chat template. It checks what they hold (messages.py)."""
+    """Messages for the chat template. Their contents are checked in messages.py."""
 
     messages: Messages
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -418,8 +421,8 @@ class Conversation(Body):
     thinking: Switch = None
 
     def template_options(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages. As in vLLM an effort asks for thoughts,
-        because there are templates that begin none by themselves. Their switch has two names."""
+        """The chat template's variables besides the messages. As in vLLM an effort switches
+        thoughts on, because some templates begin none by default. The switch has two names."""
         effort, given = self.reasoning_effort, self.chat_template_kwargs or {}
         switch = given.get("enable_thinking", given.get(
             "thinking", self.thinking and SWITCH[self.thinking.type]))
@@ -446,7 +449,7 @@ class Conversation(Body):
 
     @property
     def custom(self) -> set[str]:
-        """The names of tools of one text."""
+        """The names of custom tools, which take a single string."""
         return {tool.function.name for tool in self.tools or () if tool.is_custom}
 
     @property
@@ -455,7 +458,7 @@ class Conversation(Body):
 
     @property
     def names_tool(self) -> bool:
-        """Whether it asks for one call, of one tool, and then the end."""
+        """Whether the body asks for exactly one call, of a named tool."""
         return getattr(self.tool_choice, "is_named", False)
 
     @model_validator(mode="after")
@@ -504,7 +507,7 @@ class ChatBody(GenerationBody, Conversation):
 
     @property
     def calls_once(self) -> bool:
-        """Whether one call is the most."""
+        """Whether at most one call is allowed."""
         return self.names_tool or self.parallel_tool_calls is False
 
     @model_validator(mode="after")

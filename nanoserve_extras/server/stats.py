@@ -1,9 +1,9 @@
-"""A line every ten seconds while there is work: how many requests, how fast, how full.
+"""A line every ten seconds while there is work: requests, tokens per second, use of the cache.
 
     nanoserve: 3 running, 5 waiting | 120 tokens/s in, 85 out | KV cache 12% | prefix cache 45%
 
-Two readings of the engine's own numbers (`LLM.get_metrics`) make a line. Nothing is counted for it,
-and an idle server says nothing.
+A line is the difference of two readings of the engine's metrics (`LLM.get_metrics`). Nothing is
+counted for it, and an idle server prints nothing.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ SECONDS = 10.0
 
 
 def read(llm: LLM) -> dict[str, float]:
-    """The numbers by name, histograms apart."""
+    """The engine's metrics by name, without histograms."""
     return {one.name.removeprefix("vllm:"): one.value for one in llm.get_metrics()
             if hasattr(one, "value") and not one.labels.get("finished_reason")}
 
 
 def line(before: dict[str, float], now: dict[str, float], seconds: float) -> str | None:
-    """None where nothing has happened in between."""
+    """The line for the time between two readings; None if nothing has happened."""
     new = {name: now[name] - before[name] for name in now}
     running, waiting = now["num_requests_running"], now["num_requests_waiting"]
     if not (running or waiting or new["generation_tokens"] or new["prompt_tokens"]):
@@ -37,7 +37,7 @@ def line(before: dict[str, float], now: dict[str, float], seconds: float) -> str
 
 
 async def report(engine: AsyncLLM, tell: Callable[[str], None], seconds: float = SECONDS) -> None:
-    """Until it is cancelled, or the engine is dead."""
+    """Print lines until this task is cancelled, or the engine is dead."""
     try:
         before = await engine.between_steps(lambda: read(engine.llm))
         while True:

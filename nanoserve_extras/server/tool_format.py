@@ -1,19 +1,19 @@
-"""A format of calls and thoughts, derived from a chat template.
+"""The format of tool calls and thoughts, derived from a chat template.
 
-Every family of models writes a call in a way of its own, and its chat template writes calls in just
-that way. So no parser is written for any family. A made-up call is rendered, and whatever stands
-around its name, its keys and its values is the format (as llama.cpp does it):
+Every family of models writes tool calls in its own way, and its chat template writes them in the
+same way. So there are no parsers for families. A made-up call is rendered, and the text around its
+name, its keys and its values is the format (llama.cpp does it so, too):
 
     <tool_call>\\n{"name": "zq_tool", "arguments": {"zq_key": "zq_one"}}\\n</tool_call>
     └──────── open ───────┘└─name─┘└──── after ────┘└─── arguments ───┘└──── close ────┘
 
-The arguments are one JSON object, or each stands between markers: texts as they are, other values
-as JSON. What a template writes around a thought (`reasoning_content`) is found in the same way.
+The arguments are one JSON object, or each is between markers: strings as they are, other values as
+JSON. The marks around a thought (`reasoning_content`) are found in the same way.
 
-**Proof.** At start five calls are rendered, read back and compared (`TemplateProbe.prove`). If one
-comes back changed, tools are refused, and the reason is said.
+**Proof.** At start-up five calls are rendered, read back and compared (`TemplateProbe.prove`). If
+one comes back changed, tools are refused, and the error gives the reason.
 
-With a parser for each model's format there would be some thirty of them, as in vLLM and SGLang.
+The road not taken: vLLM and SGLang have some thirty parsers, one for each format.
 """
 
 import json
@@ -27,7 +27,7 @@ from typing import Any
 from nanoserve_extras.server.loose_calls import JSON
 from nanoserve_extras.server.tools import ID, NAME, TurnFormat, loose
 
-# Of the made-up conversation. No template writes these words by itself.
+# Words of the made-up conversation, which no template writes by itself.
 OTHER, KEY, MORE = "zq_other", "zq_key", "zq_more"
 ONE, TWO, ASKED, SAID, THOUGHT = "zq_one", "zq_two", "zq_asked", "zq_said", "zq_thought"
 KINDS_OF_KEYS = dict(text="string", more="string", count="integer", nested="object") | {
@@ -42,8 +42,9 @@ PROOF = [{"text": "zq"}, {"text": "it's \"so\", (he) {said}", "count": -7}, {},
 
 
 def derive(render: Callable[..., str], end_texts: list[str]) -> TurnFormat:
-    """The format of a template, proved. render: a conversation, and the template's options, to
-    text. end_texts: of the tokens that end a turn. `TurnFormat.why` says why there are no calls."""
+    """The format of a template, after the proof. render: makes a text of a conversation and the
+    template's options. end_texts: the texts of tokens that end a turn. If calls can't be used,
+    `TurnFormat.why` gives the reason."""
     probe = TemplateProbe(render, end_texts)
     found = probe.thoughts()
     try:
@@ -61,7 +62,7 @@ def derive(render: Callable[..., str], end_texts: list[str]) -> TurnFormat:
 
 
 def format_of(llm: Any, chat_template: str | None = None) -> TurnFormat:
-    """The format of an engine's chat template, or of one in its place."""
+    """The format of an engine's chat template, or of `chat_template`."""
     given = {} if chat_template is None else {"chat_template": chat_template}
     ends = [llm.tokenizer.decode([token_id]) for token_id in {
         *llm.model_config.eos_token_ids, llm.tokenizer.eos_token_id} - {None}
@@ -71,7 +72,7 @@ def format_of(llm: Any, chat_template: str | None = None) -> TurnFormat:
 
 
 class TemplateProbe:
-    """Renders made-up turns, and looks at what the template puts around their parts."""
+    """Renders made-up turns, and finds the text that the template writes around their parts."""
 
     def __init__(self, render: Callable[..., str], end_texts: list[str]):
         self.render, self.end_texts, self.error = render, end_texts, ""
@@ -83,23 +84,23 @@ class TemplateProbe:
         self.begun = begun[self.start:]  # the prompt begins a turn so
 
     def _render(self, turn: dict | None = None, **options) -> str:
-        """What stands behind the question. "": the template refuses it."""
+        """The text after the question. "": the template refuses the turn."""
         chat = [{"role": "user", "content": ASKED}]
         if turn is not None:
             chat.append({"role": "assistant", "content": ""} | turn)
         try:
-            with warnings.catch_warnings(action="ignore"):  # calls that are not written are no news
+            with warnings.catch_warnings(action="ignore"):  # expected: calls that are not written
                 return self.render(chat, tools=TOOLS, **options).rpartition(ASKED)[2]
         except Exception as error:
             self.error = str(error)
             return ""
 
     def turn(self, turn: dict) -> str:
-        """What is written behind the header."""
+        """The text of a turn after its header."""
         return self._render(turn)[self.start:]
 
     def _behind_prompt(self, text: str) -> str:
-        """A turn without what the prompt has written of it, with other white space perhaps."""
+        """A turn without the part that the prompt has written already; white space may differ."""
         for mark in re.finditer(r"[<\[]", self.begun):
             if found := re.match(r"\s*" + loose(self.begun[mark.start():]), text):
                 return text[found.end():]
@@ -171,8 +172,8 @@ class TemplateProbe:
         found.is_marked = _find_object(self.turn(_turn({KEY: {MORE: ONE}})), {MORE: ONE})[0] < 0
 
     def prove(self, found: TurnFormat) -> None:
-        """Render five calls, and two at once, and read them back; JSON may hold what looks like the
-        call's end. Raises `ValueError`."""
+        """Render five calls, and two at once, and read them back. Their arguments contain text that
+        looks like a call's end. Raises `ValueError`."""
         more = [[PROOF[1], PROOF[4]]] if found.between else []
         more += [[{"text": f"a{found.close} b"}]] if found.is_json else []
         for calls in [*([arguments] for arguments in PROOF), *more]:
@@ -186,15 +187,15 @@ class TemplateProbe:
                 raise ValueError(f"the call {json.dumps(calls[0])} does not come back as it was")
 
     def _cut(self, text: str, ends: list[str] | None = None) -> str:
-        """Without what ends the turn."""
+        """The text without the marks that end a turn."""
         for end in filter(None, ends or [self.end, *self.end_texts]):
             text = text.partition(end)[0]
         return text.rstrip("\n")
 
 
 def _around(one: str, two: str, value: str) -> tuple[tuple[str, str], str, str]:
-    """Behind a key, of one argument and of two -> what is around the value, what is in front of a
-    further key, and what ends the call."""
+    """Compare the texts after a key in a call with one argument and in a call with two. Returns the
+    text around the value, the text before a further key, and the text that ends the call."""
     before, _, behind = one.partition(value)
     after = two.partition(value)[2].partition(MORE)[0]
     end = _whole_tags(commonprefix([behind, after]))
@@ -202,12 +203,12 @@ def _around(one: str, two: str, value: str) -> tuple[tuple[str, str], str, str]:
 
 
 def _whole_tags(text: str) -> str:
-    """Without the half of a tag at its end."""
+    """The text without an incomplete tag at its end."""
     return re.sub(r"<[^>\s]*$", "", text)
 
 
 def _find_object(text: str, wanted: dict) -> tuple[int, int]:
-    """Where this JSON object begins and ends; -1 where it isn't."""
+    """Where this JSON object begins and ends in a text; -1 if it is not there."""
     for brace in re.finditer(r"\{", text):
         try:
             found, end = JSON.raw_decode(text, brace.start())

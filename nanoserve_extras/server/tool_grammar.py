@@ -1,23 +1,23 @@
-"""A grammar that keeps a model to its own format of calls, in llguidance's dialect of Lark.
+"""A grammar that holds a model to its own format of calls, in llguidance's dialect of Lark.
 
     required, or one tool      thought?  calls                     never an invalid call
-    auto                       thought?  (text  calls)*  text      once a call has begun, it is one
+    auto                       thought?  (text  calls)*  text      a call that has begun is valid
     a form (response_format)   thought?  JSON                      or, with tools: calls | JSON
 
-So no name is invented, and all arguments are what the tool's schema says. In `auto` the model
-writes what it likes until the format's trigger, `<tool_call>` say, and is kept to the format from
-there. A special token in a literal is written as its id: its bytes are no token's.
+So no tool's name is invented, and all arguments follow the tool's schema. In `auto` the model
+writes freely until the format's trigger, for example `<tool_call>`, and is held to the format from
+there. A special token in a literal is written as its id, because no token has its bytes.
 
-Where each message has a head, what comes before the last one is thoughts, and in `auto` texts. A
-head may say more than the template's: gpt-oss names channel, tool and kind in its own order.
+In formats with message heads, the messages before the last one are thoughts, and in `auto` texts. A
+head may hold more than the template writes: gpt-oss names channel, tool and kind in its own order.
 
-Where a format writes texts as they are, between markers, a text can't hold the marker behind it,
-and a schema's `pattern` can't be kept to. Such a keyword, or one that llguidance lacks, is refused
-where a call is required, and passed over in `auto`: real agents send them. JSON has no white space
-to choose.
+If a format writes strings as they are, between markers, a string can't contain its closing marker,
+and a schema's `pattern` can't be enforced. Such a keyword, or one that llguidance lacks, is refused
+if a call is required, and ignored in `auto`, because real agents send them. JSON is written without
+optional white space.
 
-Masks are made of a grammar in structured/structured.py. llguidance's `StructTag` knows neither
-thoughts nor a second call behind a separator.
+structured/structured.py makes masks of a grammar. llguidance's own `StructTag` is not used: it has
+neither thoughts nor a second call after a separator.
 """
 
 import json
@@ -50,19 +50,19 @@ from nanoserve_extras.server.tools import (
 )
 
 TEXT = "/(?s:.*)/"
-# What gpt-oss writes in a message's head and its template does not: a mark, and kinds of arguments.
+# Parts of a message's head that gpt-oss writes but its template doesn't: a mark, argument kinds.
 CONSTRAIN, KINDS = "<|constrain|>", ("code", "json")
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
 OTHERS = {"number", "boolean", "null"}
 MAX_VALUES = 2_000
-MAX_SECONDS = 3  # CPU time in which schemas are compiled, to find what can't be
+MAX_SECONDS = 3  # CPU time for compiling schemas to find unsupported ones
 # Bounds of a chat template while its format is derived, which takes a tenth of a second.
 CPU_SECONDS, WALL_SECONDS, ROOM, MOST_TEXT = 5, 60, 2 ** 29, 2 ** 20
 
 
 class ModelTurns:
-    """What a server knows of its model's turns. chat_template: replaces the tokenizer's own.
-    bare_calls: whether an answer that is nothing but a call, without the format's marks, is one."""
+    """The format of a model's turns, for a server. chat_template: replaces the tokenizer's own.
+    bare_calls: whether an answer that consists of a call without the format's marks is a call."""
 
     def __init__(self, llm: LLM, chat_template: str | None = None, bare_calls: bool = True):
         tokenizer, self.bare_calls = llm.tokenizer, bare_calls
@@ -88,7 +88,7 @@ class ModelTurns:
                                 self.bare_calls and is_auto)
 
     def params(self, body: ChatBody, params: SamplingParams, prompt: str) -> SamplingParams:
-        """With the grammar that the body's tools need. Raises `ValueError`."""
+        """The parameters, with the grammar that the body's tools need. Raises `ValueError`."""
         schemas, start, asked = body.schemas(), self.reader(body, prompt), params.structured_outputs
         needed = body.must_call
         if schemas and not self.form.open:
@@ -129,8 +129,9 @@ class ModelTurns:
 
 
 def apart(tokenizer: Tokenizer, work: Callable[[], TurnFormat]) -> TurnFormat:
-    """What `work` returns, in a process of its own: a chat template is a program that came with a
-    model, and may never end, or take all memory. Raises `ValueError` beyond the bounds."""
+    """Run `work` in a separate process and return its result: a chat template is a program that
+    came with a model, and may never end, or take all memory. Raises `ValueError` beyond the
+    bounds."""
     context = get_context("fork")  # nothing is imported, or sent there
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_work_apart, args=(tokenizer, work, theirs), daemon=True)
@@ -165,19 +166,19 @@ def _work_apart(tokenizer: Tokenizer, work: Callable[[], TurnFormat], answer: Co
 
 
 class ToolGrammar:
-    """schemas: of each tool's arguments, by name; special: ids of special tokens, by text."""
+    """schemas: those of each tool's arguments, by name; special: ids of special tokens, by text."""
 
     def __init__(self, form: TurnFormat, schemas: dict[str, Any], special: dict[str, int]):
         self.form, self.schemas, self.special = form, schemas, special
         self.rules: dict[str, str] = {}  # name by body
         self.num_values = self.num_seconds = 0
-        self.is_lenient = False  # whether what can't be kept to is passed over
+        self.is_lenient = False  # whether keywords that can't be enforced are ignored
 
     def text(self, start: TurnReader, required: bool, one: bool, answer: dict | None,
              again: bool = True) -> str:
-        """The grammar of a turn. start: where the prompt has left it; one: at most one call;
-        answer: a JSON schema for what is no call; again: whether more may come behind a thought
-        than a call or an answer, where each message has a head. Raises `ValueError`."""
+        """The grammar of a turn. start: the reader's state after the prompt; one: at most one call;
+        answer: a JSON schema for an answer without calls; again: whether, in formats with message
+        heads, a thought may be followed by other messages. Raises `ValueError`."""
         form, literal, self.is_lenient = self.form, self.literal, not required
         if form.message:
             return self._grammar(self._messages(start, required, one, answer, again))
@@ -236,8 +237,8 @@ class ToolGrammar:
         return f"{begun} ({thinks} {text}){more} ({' | '.join(last)})"
 
     def _around_names(self) -> tuple[str, str, str]:
-        """What may stand in a head in front of a tool's name, next to it (a pattern: words in a
-        token of their own would swallow the name's beginning), and behind it."""
+        """The parts of a head before a tool's name, next to it (a pattern: words in a token of
+        their own would swallow the name's beginning), and after it."""
         form, tag = self.form, self.literal(self.form.message)
         written = form.think + form.say + form.after.partition(form.message)[0]
         if not (marks := {*TAG.findall(written)} - {form.message}):
@@ -249,9 +250,9 @@ class ToolGrammar:
         return f"(/{words}/ {mark})?", words, f"({mark} /{words}/){{0,2}} {tag}"
 
     def literal(self, text: str) -> str:
-        """Lark's literals are written as JSON's texts are; special tokens as their ids. The id of
-        a call is any, or left out. A call without a marker is written in JSON's own parts: an
-        answer in JSON may begin with the same one."""
+        """A literal of Lark, written as a JSON string; special tokens are written as ids. A call's
+        id may be any, or be left out. A call without a marker is written in JSON's own tokens,
+        because an answer in JSON may begin with the same ones."""
         if (part := ID_PART.search(text)) and part[0] != text:
             before, behind = text[:part.start()], text[part.end():]
             return f"{self.literal(before)} ({self.literal(part[0])})? {self.literal(behind)}"
@@ -263,7 +264,7 @@ class ToolGrammar:
                         for part in re.split(f"({known})", text) if part)
 
     def _add(self, name: str, body: str) -> str:
-        """A rule. An attribute, `[lazy]` say, stands behind its name."""
+        """Add a rule. An attribute, for example `[lazy]`, comes after its name."""
         body = body if body.startswith("[") else f": {body}"
         return self.rules.setdefault(body, f"{name}_{len(self.rules)}")
 
@@ -275,8 +276,8 @@ class ToolGrammar:
         return f"/{text}{escaped(mark[:min(where)])}/ {self.literal(mark[min(where):])}"
 
     def _calls(self, one: bool, head: Callable[[str], str]) -> str:
-        """A call, and perhaps more. head: what stands in front of the first one's arguments, by the
-        tool's name."""
+        """One call or several. head: a function of the tool's name that returns the text before the
+        first call's arguments."""
         form, tools = self.form, {name: self._add("tool", self._arguments(name, schema))
                                   for name, schema in self.schemas.items()}
 
@@ -288,12 +289,12 @@ class ToolGrammar:
         return f"{self._add('call', call(head))} {more} {self.literal(form.close)}"
 
     def _head(self, before: str) -> Callable[[str], str]:
-        """The template's, of a call. before: what stands in front of the name."""
+        """A call's head in the template's format. before: the text before the name."""
         return lambda name: self.literal(before + name + self.form.after.replace(NAME, name))
 
     def _arguments(self, name: str, schema: dict) -> str:
-        """A tool's arguments. Raises `BadRequest` where a call is required and its schema can't be
-        kept to; else what can't be is any value."""
+        """A tool's arguments. For a schema that can't be enforced this raises `BadRequest` if a
+        call is required; else it allows any value."""
         from nanoserve_extras.structured.structured_schema import (  # here, as in `_json`
             loosened,
             with_definitions,
@@ -327,7 +328,7 @@ class ToolGrammar:
         return why
 
     def _json(self, schema: Any, root: Any) -> str:
-        """JSON in one line. root: where the schema's references lead."""
+        """JSON in one line. root: the document that the schema's references point into."""
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         whole = json.loads(json.dumps({**shared, **(schema if isinstance(schema, dict) else {})}))
         from nanoserve_extras.structured.structured import ONE_LINE  # here: it may be deleted
@@ -342,8 +343,8 @@ class ToolGrammar:
         return f"({' | '.join(forms)})"
 
     def _form(self, schema: dict, root: dict, first: str, then: str) -> str:
-        """Listed keys come in the schema's order. For what may follow there are two rules: `none`,
-        where no key has been written yet, and `some`."""
+        """Listed keys come in the schema's order. There are two rules for the rest: `none`, if no
+        key has been written yet, and `some`."""
         keys, needed = schema.get("properties") or {}, set(schema.get("required") or ())
         others = schema.get("additionalProperties") or schema.get("patternProperties")
         is_map = bool(others and not keys)
@@ -370,7 +371,7 @@ class ToolGrammar:
         return none
 
     def _values(self, key: str, schema: Any, root: dict) -> list[tuple[str, str]]:
-        """What may stand behind a key: what is in front of a value, and the value's rule."""
+        """The alternatives after a key: the text before a value, and the value's rule."""
         form, schema, self.num_values = self.form, resolve(schema, root), self.num_values + 1
         if len(parts := schema.get("allOf", ())) == 1:  # a reference with a default beside it
             schema = {word: schema[word] for word in schema if word != "allOf"} | resolve(
@@ -394,7 +395,7 @@ class ToolGrammar:
         return found
 
     def _text(self, key: str, schema: dict) -> str:
-        """A text and the marker behind it."""
+        """A string and its closing marker."""
         form = self.form
         values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
         if values:
@@ -416,7 +417,7 @@ class ToolGrammar:
         return self._add("text", self._until(form.text[1], f"(?s:.){length}"))
 
     def _marked(self, key: str, schema: dict, root: dict) -> str:
-        """A value with bare keys, and texts between markers."""
+        """A value with bare keys, and strings between markers."""
         kinds, found = schema.get("type", ()), []
         if "object" in kinds:
             found.append(f'"{{" {self._object(schema, root, "", self.form.then)} "}}"')

@@ -1,13 +1,13 @@
-"""What a tool's JSON schema says of its arguments: their types, and the keys of an object.
+"""Properties of a tool's JSON schema: the types of its arguments, and the keys of an object.
 
-References lead to any place of the schema. A schema may refer to itself, and come from anybody, so
-each walk has a bound.
+References may point anywhere in the schema. A schema may refer to itself, and comes from clients,
+so each traversal has a bound.
 """
 
 from itertools import islice
 from typing import Any
 
-MAX_FORMS = 64  # ways to put an object together that are looked at
+MAX_FORMS = 64  # combinations that are tried
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
          dict: "object", type(None): "null"}
 
@@ -25,7 +25,7 @@ def kinds_of(schema: Any, root: dict) -> set[str]:
         parts = one.get("anyOf", one.get("oneOf", one.get("allOf")))
         if not found and not (isinstance(parts, list) and parts):
             return set()
-        if not found and id(one) not in seen:  # a definition may be there a thousand times
+        if not found and id(one) not in seen:  # a definition may be referred to a thousand times
             ahead += parts
         seen.add(id(one))
         kinds |= found
@@ -33,9 +33,9 @@ def kinds_of(schema: Any, root: dict) -> set[str]:
 
 
 def forms_of(schema: Any, root: dict, depth: int = 8) -> list[dict]:
-    """The ways to put an object together from $ref, allOf, anyOf and oneOf, up to MAX_FORMS: a
-    schema without these for each. Raises `ValueError` if there is none; other errors for a schema
-    that is none."""
+    """The combinations of an object's $ref, allOf, anyOf and oneOf, up to MAX_FORMS, each as a
+    schema without these keywords. Raises `ValueError` if there is none, and other errors for an
+    invalid schema."""
     parts = [[one] for one in schema.get("allOf", ())]
     parts += [[resolve(schema, root)]] if "$ref" in schema else []
     parts += [schema[key] for key in ("anyOf", "oneOf") if key in schema]
@@ -51,7 +51,7 @@ def forms_of(schema: Any, root: dict, depth: int = 8) -> list[dict]:
 
 
 def _joined(one: dict, other: dict) -> dict:
-    """Two parts of an object as one. Where both speak of a key, it has both schemas."""
+    """Join two parts of an object's schema. A key in both gets both schemas."""
     keys = {**one.get("properties", {})}
     for key, value in other.get("properties", {}).items():
         mine = keys.get(key, {})
@@ -62,7 +62,7 @@ def _joined(one: dict, other: dict) -> dict:
 
 
 def resolve(schema: Any, root: dict) -> dict:
-    """The schema that a reference leads to; one without a reference is returned as it is."""
+    """The schema that a reference points to; a schema without a reference is returned as it is."""
     for _ in range(8):
         if not isinstance(schema, dict):
             return {}

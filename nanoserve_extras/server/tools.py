@@ -3,18 +3,17 @@
     <tool_call>\\n{"name": "weather", "arguments": {"a": "b"}}\\n</tool_call>
     └──────── open ────────┘└name─┘└─── after ────┘└─ args ─┘└─── close ────┘
 
-A `TurnFormat` says what stands around the parts of a turn; tool_format.py derives it. A
-`TurnReader` follows one text as it comes. Text that may be the beginning of a marker is held back,
-as with stop strings, so a call is never shown as content. Where a grammar keeps the model to the
-format, a call is told as it is written; else when it is whole, because it may yet turn out to be
-text.
+A `TurnFormat` has the text around the parts of a turn; tool_format.py derives it. A `TurnReader`
+follows one text as it comes. Text that may be the beginning of a marker is held back, as with stop
+strings, so a call is never shown as content. If a grammar holds the model to the format, a call is
+streamed as it is written; else it is sent when it is complete, because it may turn out to be text.
 
-    thinks ──► says ──► calls        by marks; behind a call the answer goes on
-      └► drafts        └► guesses    a call within a thought; an answer that may be all call
-    heads ──► any of them            in formats whose every message has a head
+    thinks ──► says ──► calls        by marks; after a call the answer goes on
+      └► drafts        └► guesses    a call within a thought; an answer that may be one call
+    heads ──► any of them            in formats in which every message has a head
 
-The grammars that keep a model to the format: tool_grammar.py. What models write in the place of the
-template's calls: loose_calls.py.
+tool_grammar.py has the grammars that hold a model to the format. loose_calls.py reads calls in
+other formats than the template's.
 """
 
 import ast
@@ -34,17 +33,17 @@ from nanoserve_extras.server.loose_calls import JSON, WAIT, Call, LooseReader
 from nanoserve_extras.server.tool_schemas import KINDS, forms_of, kinds_of
 
 NAME, ID = "zq_tool", "zqcall001"  # in made-up calls; a format is derived from them
-# What of a literal a model may leave out: the id of a call, with its key or its marker.
+# The part of a literal that a model may leave out: the id of a call, with its key or its marker.
 ID_PART = re.compile(rf', ?"\w+": ?"{ID}"|\[\w+\]{ID}')
 TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
-MAX_TRIES = 8  # ends of a value that are tried: JSON may hold what looks like one
+MAX_TRIES = 8  # ends of a value that are tried: a JSON string may look like an end
 WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
 @dataclass
 class Piece:
-    """What is new in a text: of its thought, of its answer, and its calls. more: arguments of a
-    call that an earlier piece has begun, in front of the other calls."""
+    """The new parts of a text: of its thought, its answer, and its calls. more: further arguments
+    of a call that an earlier piece has begun; they come before the other calls."""
 
     thought: str = ""
     said: str = ""
@@ -54,10 +53,10 @@ class Piece:
 
 @dataclass
 class TurnFormat:
-    """What stands around the parts of an assistant's turn. "": nothing does.
+    """The text around the parts of an assistant's turn. "": there is none.
 
-    header: in front of every turn. A name that is written twice stands in `after` as `NAME`, and a
-    call's id stands in any literal as `ID`.
+    header: before every turn. A tool's name that is written twice is `NAME` in `after`, and in any
+    literal a call's id is `ID`.
     """
 
     header: str
@@ -91,14 +90,14 @@ class TurnFormat:
 
     @property
     def stop(self) -> str:
-        """The tag behind calls that is the trigger's other half; "": there is none."""
+        """The closing tag after calls that belongs to the trigger; "": there is none."""
         tags, word = TAG.findall(self.close), re.sub(r"\W", "", self.trigger)
         return next((tag for tag in tags if word in re.sub(r"\W", "", tag)), (*tags, "")[0])
 
     @property
     def message(self) -> str:
-        """The tag behind the head of a message, where each thought, answer and call is a message of
-        its own with a head (gpt-oss's channels and recipients). "": there are no heads."""
+        """The tag after the head of a message, if each thought, answer and call is a message of its
+        own with a head (gpt-oss's channels and recipients). "": there are no heads."""
         tag = re.search(r"<[^<>\s]+>$", self.say)
         has_heads = tag and self.header and self.thought.endswith(self.header) and (
             self.think.endswith(tag[0]) and tag[0] in self.after)
@@ -116,34 +115,34 @@ class TurnFormat:
 class TurnReader:
     """Follows one text: `feed` it as it comes.
 
-    schemas: of each tool's arguments, by name. prompt: what stands in front of the text. one: calls
-    behind the first are passed over. kept: a grammar keeps calls to the format. must: a call is
-    asked for, and one that repeats an earlier call ends the turn. bare: an answer that is nothing
-    but a call, without the format's marks, is one.
+    schemas: those of each tool's arguments, by name. prompt: the text's prompt. one: calls after
+    the first are ignored. kept: a grammar holds calls to the format. must: a call is required, and
+    a call that repeats an earlier one ends the turn. bare: an answer that consists of a call
+    without the format's marks is a call.
     """
 
     def __init__(self, form: TurnFormat, schemas: dict[str, Any], prompt: str, one: bool = False,
                  kept: bool = False, must: bool = False, bare: bool = True):
         self.form, self.schemas, self.one = form, schemas if form.open else {}, one
         self.must, self.is_over = must, False
-        self.made: list[Call] = []  # where a call is asked for: those that came
+        self.made: list[Call] = []  # if a call is required: the calls so far
         self.may_think = bool(form.thought)
         self.state = "heads" if form.message else "thinks" if (
             self.may_think and not form.think) else "says"
         self.rest, self.num_calls = "", 0
         self.keys: dict[int, dict] = {}  # by a schema's id: see `_keys`
         self.is_kept, self.next_read = False, 0  # not kept to in the prompt
-        self.num_told: int | None = None  # characters told of the arguments of a call under way
+        self.num_told: int | None = None  # characters sent of the arguments of a call in progress
         self.is_next = False  # a call of several, behind the first
         self.is_fresh = self.may_think  # white space in front of what comes is dropped
         self.is_heard = not form.say or bool(form.message)  # text without a marker is an answer
         self.unheard = ""  # it is an answer after all if no marker comes
         self.joint, self.told = "", set[str]()  # between messages; the states that have told one
-        self.bare: LooseReader | None = None  # for an answer of which nothing was told yet
+        self.bare: LooseReader | None = None  # for an answer of which nothing was sent yet
         self.draft: Draft | None = None
         self.thoughts: list[list[int]] = [[0]]  # from which character to which
         self.num_fed = self.num_marked = 0
-        # Only where this comes a call may have ended.
+        # A call can only end after this character.
         self.tip = commonprefix([form.between or form.close, form.close]).strip()[-1:]
         names = "|".join(map(re.escape, sorted(self.schemas, key=len, reverse=True)))
         longest = max(map(len, self.schemas), default=0)
@@ -158,7 +157,7 @@ class TurnReader:
         self.called = re.compile(begin + named)
         self.heads = [re.compile(f"{before}{named}{behind}") for before in (begin, r"\s*")]
         self.loose = LooseReader(self.schemas, form.stop)
-        # Where several calls share what ends them; else each next one begins as the first does.
+        # Whether several calls share one closing mark; else each call begins as the first does.
         shares = form.between and not form.between.startswith(form.close)
         more = f"(?P<more>{loose(form.between)})|" if shares else ""
         self.ends = re.compile(f"{more}(?P<close>{loose(form.close)})")
@@ -173,7 +172,8 @@ class TurnReader:
         self.num_fed, self.answer, self.is_answering = 0, 0, False  # see `span`
 
     def feed(self, text: str, ended: str | None = None) -> Piece:
-        """What is new. ended: the text's `finish_reason`; nothing is held back then."""
+        """Read more text, and return the new parts. ended: the text's `finish_reason`; if it is
+        given, nothing is held back."""
         piece = Piece()
         self.rest = "" if self.is_over else self.rest + text
         self.num_fed += len(text)
@@ -186,9 +186,10 @@ class TurnReader:
         return piece
 
     def span(self, text: str, ended: bool) -> tuple[int, int, int | None]:
-        """Instead of `feed`, for `TurnStops`: stop strings count from the first character of an
-        answer or a call on, up to what may become a mark. None is found in a thought, or in the
-        white space behind it. The third number is where the turn is over, if it is."""
+        """Used instead of `feed` by `TurnStops`: returns the range in which stop strings count,
+        from the first character of an answer or a call to the last one that can't be part of a
+        mark. A thought, and the white space after it, is not in it. The third number is the place
+        where the turn is over, or None."""
         self.is_heard = True  # also text that only may be an answer
         said = self.feed(text, "stop" if ended else None).said
         thinks = self.state in ("thinks", "drafts", "heads")
@@ -202,14 +203,14 @@ class TurnReader:
         return self.answer, last, self.num_fed if self.is_over else None
 
     def _note_thought(self, step: str) -> None:
-        """Where in the text a thought begins and ends, without the marks around it."""
+        """Note where in the text a thought begins and ends, without the marks around it."""
         thinks, at = ("thinks", "drafts"), max(0, self.num_fed - len(self.rest))
         if self.state not in thinks and step in thinks:
             self.thoughts.append([at])
         elif self.state in thinks and step not in thinks:
             self.thoughts[-1].append(max(0, at - self.num_marked))
 
-    # Each takes from `rest` what is clear, and names the state that follows, if one does.
+    # Each method takes the text that is decided from `rest`, and returns the next state, if any.
 
     def _step(self, piece: Piece, new: str, ended: str | None) -> str | None:
         if self.state == "heads":
@@ -222,7 +223,7 @@ class TurnReader:
             self._texts(piece, ended))
 
     def _heads(self, piece: Piece, ended: str | None) -> str | None:
-        """A message's head: it names a tool, or is a thought's, or else an answer's."""
+        """Read a message's head: it names a tool, or belongs to a thought, or else to an answer."""
         form, (head, mark, body) = self.form, self.rest.partition(self.form.message)
         if not mark:
             begins = (form.say, form.think, form.gap + form.open)
@@ -242,7 +243,7 @@ class TurnReader:
         return state
 
     def _marks(self) -> dict[str, str]:
-        """What may end a thought or an answer, and the state behind it."""
+        """The marks that may end a thought or an answer, and the state after each."""
         form, calls = self.form, self.form.trigger if self.schemas else ""
         if form.message:
             marks = {form.thought: "heads", form.thought.removesuffix(form.header): "heads"}
@@ -297,8 +298,8 @@ class TurnReader:
         return "says"
 
     def _drafts(self, piece: Piece, ended: str | None) -> str | None:
-        """What may be a call within a thought: it is one if the turn ends behind it, or behind the
-        thought's end. A thought that goes on, and an answer, have only spoken of it."""
+        """Read a possible call within a thought. It is a call if the turn ends after it, or after
+        the thought's end. If the thought goes on, or an answer follows, it was only quoted."""
         if self.draft is None:
             self.draft = Draft(self.form, self.schemas)
         is_draft = self.draft.read(self.rest, ended)
@@ -327,8 +328,8 @@ class TurnReader:
             self.rest, self.is_next = self.rest.partition(self.form.message or shown)[2], False
             self.is_fresh, self.next_read = not shown, 0
             return "says"
-        # What is read is all of the call, so behind a long one not for every token. A name is known
-        # when something follows.
+        # A read parses the whole call, so a long one is not read again for every token. The name is
+        # complete when something follows it.
         reads = self.is_kept and len(self.rest) >= max(self.next_read, head.end() + 1)
         if not (ended or reads or self.tip in new or self.form.stop[-1:] in new):
             return None
@@ -356,8 +357,8 @@ class TurnReader:
         return "calls" if self.is_next else "says"
 
     def _loosely(self, head: re.Match | None, ended: str | None) -> tuple[Any, int]:
-        """Calls that the template would write otherwise: see `LooseReader.read`. head: what stands
-        around the name, where that is as it should be."""
+        """Read calls in other formats than the template's: see `LooseReader.read`. head: the match
+        of the text around the name, if it follows the format."""
         form, tag = self.form, TAG.match(self.form.open)
         if self.is_kept or self.is_next:
             return [], 0
@@ -378,7 +379,7 @@ class TurnReader:
         return calls, start + end
 
     def _take(self, piece: Piece, calls: list[Call], end: int) -> str:
-        """Tell all calls that end there."""
+        """Add to the piece all calls that end there."""
         for call in calls:
             self._tell(piece, call, True)
             self.num_told = None
@@ -394,7 +395,7 @@ class TurnReader:
     def _tell(self, piece: Piece, call: Call, is_whole: bool) -> None:
         if self.num_told is None and any(
                 one.name == call.name and one.arguments.startswith(call.arguments)
-                for one in self.made):  # so far it says what an earlier one has said
+                for one in self.made):  # so far it equals an earlier call
             self.is_over |= is_whole
             return
         if self.must and is_whole:
@@ -410,7 +411,8 @@ class TurnReader:
         self.num_told = max(self.num_told or 0, len(call.arguments))
 
     def count_thought(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> int:
-        """How many of the text's tokens so far are thoughts; marks around them don't count."""
+        """How many of the text's tokens so far belong to thoughts, without the marks around them.
+        """
         def place(at: int, is_end: bool) -> int:
             if (at, is_end) not in self.places:  # a token that holds the end's first letter is out
                 self.places[at, is_end] = bisect_left(
@@ -424,8 +426,8 @@ class TurnReader:
     # ------------------------------------------------------------- one call
 
     def _read(self, head: re.Match, text: str) -> tuple[Call, re.Match | None]:
-        """The call that begins the text, as far as it came, and what ends it. head: its name, and
-        what is around it."""
+        """The call at the beginning of the text, as far as it came, and the match of its end. head:
+        the match of its name and the text around it."""
         name, at = head["name"], head.end()
         if not self.form.is_json:
             arguments, begun, end = self._parameters(text, at, self.schemas[name])
@@ -439,8 +441,8 @@ class TurnReader:
         return Call(name, text[at:stop]), end
 
     def _parameters(self, text: str, at: int, schema: dict) -> tuple[dict, bool, re.Match | None]:
-        """Arguments between markers, whether the last one is a text that goes on, and the end. A
-        value ends where a further key or the call's end follows."""
+        """Arguments between markers, whether the last one is an unfinished string, and the match of
+        the call's end. A value ends where a further key or the call's end follows."""
         form, found = self.form, {}
         if end := self.ends.match(text, at):
             return found, False, end
@@ -484,7 +486,7 @@ class TurnReader:
         return keys
 
     def _value(self, text: str, root: dict, schema: Any, is_text: bool) -> tuple | None:
-        """The value in a tuple, or None where the text is none of the schema's."""
+        """The value in a tuple, or None if the text is no value that the schema allows."""
         kinds = kinds_of(schema, root)
         if self._is_plain(root, schema, is_text):
             return (text,)
@@ -515,8 +517,8 @@ class TurnReader:
 
 
 class TurnStops(StopStrings):
-    """Stop strings of a turn: they count in its answer and its calls, and not in its thoughts.
-    Where the reader says that the turn is over, the text ends, too."""
+    """Stop strings of a turn: they count in its answer and its calls, not in its thoughts. The text
+    also ends if the reader finds that the turn is over."""
 
     def __init__(self, params: SamplingParams, reader: TurnReader):
         super().__init__(params)
@@ -538,7 +540,7 @@ class Draft:
         self.said, self.num_read, self.num_within = "", 0, -1
 
     def read(self, text: str, ended: str | None) -> bool:
-        """Whether all of the text may be calls, and behind them the thought's end."""
+        """Whether the whole text may be calls, followed by the thought's end."""
         ends = [end.end() for end in re.finditer(re.escape(self.mark), text)]
         for end in sorted({*ends, len(text)}):
             if end < self.num_read:
@@ -553,9 +555,9 @@ class Draft:
 
 
 def _clear(text: str, marks: list[str], holds_space: bool) -> int:
-    """How many characters can be shown: behind them a marker may have begun, or the white space in
-    front of one. With the marker "</think>", of "so </th" 3 characters are clear, and 2 of them if
-    white space is held back."""
+    """How many characters can be shown: after them a marker may have begun, or the white space in
+    front of one. Example: with the marker "</think>" 3 characters of "so </th" can be shown, and 2
+    if white space is held back."""
     longest = max(map(len, marks), default=1) - 1
     at = next((at for at in range(max(0, len(text) - longest), len(text)) if any(
         mark.startswith(text[at:]) for mark in marks)), len(text))
@@ -563,8 +565,8 @@ def _clear(text: str, marks: list[str], holds_space: bool) -> int:
 
 
 def loose(literal: str) -> str:
-    """A pattern for the literal, with any white space where it has some, and any id or none where
-    it has one."""
+    """A pattern for the literal that accepts any white space where it has some, and any id, or
+    none, where it has one."""
     if part := ID_PART.search(literal):
         before, behind = literal[:part.start()], literal[part.end():]
         return f"{loose(before)}({_spaced(part[0])})?{loose(behind)}"

@@ -1,17 +1,16 @@
-"""The step trace of a running server: what the scheduler and the cache did, for the browser.
+"""The step trace of a running server: the work of scheduler and cache, for the browser.
 
-A `Trace` (trace/recorder.py) stops when it has so many steps that its page would grow too
-large. A script ends before that; a server does not. So a `Tracer` begins anew when it is full and a
-request comes while nothing else runs.
+A `Trace` (trace/recorder.py) stops when its page would grow too large. A script ends before that; a
+server does not. So a full `Tracer` begins a new recording when a request comes to an idle engine.
 
-    recording 1 ──full──► nothing is kept ──idle, then a request──► recording 2
+    recording 1 ──full──► nothing is recorded ──idle, then a request──► recording 2
 
-Invariants: a recording begins with no request running, which is what it needs to know every block
-it sees. It holds no text: to see a server's steps must not mean to read its users' prompts.
+Invariants: a recording begins when no request runs, because it must see where every block comes
+from. It holds no text: people who may see a server's steps must not see its users' prompts.
 
 Known limit: a server that is never idle shows only the first steps since it was last idle, up to
-the recorder's limit. The latest steps can't be kept instead: a recording lists changes, so its
-beginning can't be cut off.
+the recorder's limit. The latest steps can't be kept instead: a recording is a list of changes, so
+its beginning can't be cut off.
 """
 
 from pathlib import Path
@@ -22,7 +21,7 @@ from nanoserve_extras.trace.recorder import Trace, encoder_of
 
 
 class Tracer(Trace):
-    """An observer of one engine, which never writes a file."""
+    """An observer of one engine that never writes a file."""
 
     shows_prompts = False
 
@@ -36,7 +35,7 @@ class Tracer(Trace):
                          lambda line: None, encoder=encoder_of(self.engine))
 
     def close(self) -> None:
-        """The engine ends: nothing is written."""
+        """The engine ends: unlike a `Trace`, write no file."""
 
     def added(self, request: Request) -> None:
         scheduler = self.engine.scheduler

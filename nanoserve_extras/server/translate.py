@@ -1,18 +1,18 @@
-"""`/v1/responses`, and what it shares with `/v1/messages`: two more languages for a chat.
+"""`/v1/responses`, and the code it shares with `/v1/messages`: two more APIs for a chat.
 
     Responses (OpenAI's agents, Codex)  ─┐                 ┌─ a response of items     , its events
                                          ├─ ChatBody, chat ┤
     Messages (Anthropic's, Claude Code) ─┘                 └─ a message of blocks     , its events
 
-A body becomes a `ChatBody`, a chat's answer becomes the answer, and its pieces become events. So
-both can do what a chat can, and nothing more. An answer is a list of parts: thoughts,
-texts and calls, in the order in which the model wrote them. A stream tells of each part that it
-begins, how it grows, and that it has ended.
+A body is translated to a `ChatBody`, and a chat's answer and pieces to an answer and events of this
+API. So both can do exactly what a chat can. An answer is a list of parts: thoughts, texts and
+calls, in the order in which the model wrote them. A stream has events for each part: that it
+begins, its new text, and that it has ended.
 
-Of an answer only its thoughts and texts are kept, for a while: clients of Responses may name one by
-its id (`Kept`). What else refers to an earlier answer, or to something that a provider hosts, is
-refused in words. With endpoints of their own over the engine, as in vLLM, the two would have to
-learn each new field of a chat.
+Only an answer's thoughts and texts are kept, for a while: clients of Responses may refer to them by
+id (`Kept`). Other references to an earlier answer, or to something that a provider hosts, are
+refused with an error. The road not taken: with separate endpoints over the engine, as in vLLM, each
+new field of a chat would have to be added to both.
 """
 
 import json
@@ -40,7 +40,7 @@ NEEDED = {"message": "content", "function_call": "name", "function_call_output":
 
 @dataclass
 class AnswerPart:
-    """A part of an answer. kind: "thought", "said" or "call". text: a call's arguments, too."""
+    """A part of an answer. kind: "thought", "said" or "call". text: for a call its arguments."""
 
     kind: str
     text: str = ""
@@ -62,8 +62,8 @@ def parts_of(message: dict) -> list[AnswerPart]:
 
 
 class Language(Controls):
-    """A body that becomes a chat's, and an answer in the same language. It may have vLLM's fields
-    of a chat, but those for which there is no place in the answer.
+    """A body that is translated to a chat's, and whose answer is translated back. It may have
+    vLLM's fields of a chat, except those for which the answer has no place.
 
     begins_with_text: whether an answer's first event has to wait for the first token."""
 
@@ -75,7 +75,7 @@ class Language(Controls):
 
     @model_validator(mode="after")
     def pass_over_hosted(self) -> "Language":
-        """Tools that a provider hosts count as unknown fields: logged once, or refused."""
+        """Treat tools that a provider hosts as unknown fields: logged once, or refused."""
         self.tools = self._own(self.tools or [])
         for group in self.tools:
             if isinstance(group.get("tools"), list):  # else it is refused later
@@ -112,27 +112,27 @@ class Language(Controls):
             setattr(self, name, getattr(params, name))
 
     def counted(self, num_tokens: int) -> dict:
-        """How many tokens a prompt has, as an answer."""
+        """The answer that gives a prompt's number of tokens."""
         return dict(input_tokens=num_tokens)
 
     def recall(self, kept: "Kept") -> None:
-        """Have what the client only names of earlier answers."""
+        """Insert the parts of earlier answers to which the client refers by id."""
 
     def answer(self, chat: dict) -> dict:
-        """A whole one."""
+        """The whole answer."""
         [choice] = chat["choices"]
         return self.whole(uuid4().hex, chat, parts_of(choice["message"]), choice)
 
     def failed(self, name: str, chat: dict, parts: list[AnswerPart], error: dict) -> list[dict]:
-        """How a stream ends that can't go on. error: what a whole answer would be."""
+        """The last events of a stream that can't go on. error: the object of a whole answer."""
         return [error]
 
 
 class Kept:
     """Thoughts and texts of the last answers, by the ids of their items, in this process's memory.
-    Vercel's SDK names them (`item_reference`) where nobody says store: false. Only who was told an
-    id knows it: it has 122 random bits. (A call's has 36, and clients send calls whole.) most:
-    characters of all items as JSON."""
+    Vercel's SDK refers to them (`item_reference`) unless store is false. An id has 122 random bits,
+    so only the client that got it knows it. (A call's id has 36, but clients send calls whole.)
+    most: the limit on characters of all items as JSON."""
 
     def __init__(self, most: int = 2 ** 24):
         self.most, self.size = most, 0
@@ -153,8 +153,8 @@ class Kept:
 
 
 class EventWriter:
-    """A stream's events in a language: what was told, and how it goes on. head: what each of the
-    chat's pieces has."""
+    """Writes a stream's events, and keeps the parts that were sent. head: the fields that all of
+    the chat's pieces have."""
 
     def __init__(self, language: Language, head: dict):
         self.language, self.chat, self.name = language, head, uuid4().hex
@@ -162,7 +162,7 @@ class EventWriter:
         self.has_begun, self.spoken, self.number = False, time.monotonic(), 0
 
     async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
-        """pieces: a chat's. An error is the last one."""
+        """The events for a chat's pieces. An error is the last piece."""
         last: dict = {}
         async for piece in pieces:
             if "error" in piece:
@@ -183,9 +183,9 @@ class EventWriter:
             self.name, self.chat, self.parts, error))
 
     def _news(self, piece: dict) -> list[dict]:
-        """The events of a piece: a text goes on, or another part begins. Where there was none for
-        some seconds, one of the language says that the server is at work: a client may count
-        events, and not see a comment."""
+        """The events of a piece: a text goes on, or another part begins. After some seconds without
+        a piece an event of this API says that the server is at work: clients with a time-out wait
+        for events, and don't see comments."""
         language, told, waits = self.language, [], "prompt_progress" in piece
         self.chat = piece
         if not self.has_begun and not (waits and language.begins_with_text):
@@ -204,7 +204,7 @@ class EventWriter:
         return told
 
     def _written(self, told: list[dict]) -> bytes:
-        """Server-sent events. Those of Responses are counted."""
+        """Server-sent events. Those of Responses are numbered."""
         found = b""
         for one in told:
             if one["type"].startswith("response."):
@@ -215,7 +215,7 @@ class EventWriter:
 
 
 def joined(turns: Iterable[dict]) -> list[dict]:
-    """A chat's messages. Several items of an assistant in a row are one, and are put together."""
+    """A chat's messages. Consecutive items of the assistant are joined to one message."""
     found: list[dict] = []
     for turn in turns:
         if found and turn["role"] == "assistant" == found[-1]["role"]:
@@ -227,14 +227,15 @@ def joined(turns: Iterable[dict]) -> list[dict]:
 
 
 def texts(content: Any) -> Any:
-    """Content as a chat has it: a list of parts. What is none is refused later."""
+    """Content in a chat's form: a list of parts. Invalid parts are refused later."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [] if content is None else content
 
 
 def form_of(field: str, form: Any) -> dict | None:
-    """A chat puts what a JSON schema is about one level deeper. Raises `BadRequest`."""
+    """A form as `response_format`, which nests a JSON schema one level deeper. Raises `BadRequest`.
+    """
     if not isinstance(form, dict | None):
         raise BadRequest(f"{field}.format must be an object with a type, got {form!r:.80}", field)
     is_schema = form is not None and form.get("type") == "json_schema"
@@ -248,7 +249,7 @@ def called(id_: Any, name: Any, arguments: Any) -> list[dict]:
 
 
 def tool(one: dict, parameters: Any) -> dict:
-    """A chat's."""
+    """A tool in a chat's form."""
     shown = dict(name=one.get("name"), description=one.get("description"), parameters=parameters)
     return dict(type="function", function={
         key: value for key, value in shown.items() if value is not None})
@@ -257,11 +258,11 @@ def tool(one: dict, parameters: Any) -> dict:
 # -------------------------------------------------------------------- Responses
 
 
-# What an effort leaves of max_output_tokens for a thought, as OpenRouter counts it.
+# The share of max_output_tokens that each effort allows for a thought, as OpenRouter has it.
 SHARES = dict(minimal=0.1, low=0.2, medium=0.5, high=0.8, xhigh=0.95, max=0.95)
 
 
-# By the ids that OpenAI gives: thoughts, and with them what a provider's own tools have done.
+# Beginning of ids that OpenAI gives to thoughts, and to the work of a provider's own tools.
 THOUGHTS, REFERENCE = "rs_", "item_reference"
 UNREAD = THOUGHTS, "ws_", "fs_", "ci_", "ig_", "cu_", "mcp_", "mcpl_", "mcpr_", "lsh_"
 
@@ -293,7 +294,7 @@ class ResponsesBody(Language):
     _kept: Kept = PrivateAttr(default_factory=Kept)
 
     def recall(self, kept: Kept) -> None:
-        """A forgotten thought counts as an unknown field, as hosted tools do."""
+        """A reference to a thought that is no longer kept is treated as an unknown field."""
         self._kept, items = kept, []
         for item in self._items():
             if kind_of(item) == REFERENCE:
@@ -327,7 +328,8 @@ class ResponsesBody(Language):
             thinking=None if budget is None else dict(type="auto", budget_tokens=budget))
 
     def _functions(self) -> list[tuple[dict, str | None]]:
-        """Each with its namespace: Codex shows its tools in groups, and some in an item."""
+        """All functions, each with its namespace: Codex sends its tools in groups, some in an item.
+        """
         added = [item["tools"] for item in self._items() if item.get("type") == ADDED]
         return [(one, group["name"] if one is not group else None)
                 for group in chain(self.tools, *added)
@@ -339,7 +341,7 @@ class ResponsesBody(Language):
         return [dict(role="user", content=given)] if isinstance(given, str) else given
 
     def _messages(self) -> list[dict]:
-        """Raises `BadRequest` where nothing is left for the model."""
+        """The chat's messages. Raises `BadRequest` if nothing is left for the model."""
         if not (found := joined(self.turns())):
             raise BadRequest("input: none of its items says anything to the model", "input")
         return found
@@ -387,7 +389,7 @@ class ResponsesBody(Language):
         return dict(object="response.input_tokens", input_tokens=num_tokens)
 
     def whole(self, name: str, chat: dict, parts: list[AnswerPart], choice: dict | None) -> dict:
-        """choice: the end of a chat's; None: it goes on."""
+        """The response. choice: the chat's last choice; None: the answer is not complete."""
         cut = choice is not None and choice["finish_reason"] == "length"
         status = "in_progress" if choice is None else "incomplete" if cut else "completed"
         usage = chat.get("usage") if choice is not None else None
@@ -410,7 +412,7 @@ class ResponsesBody(Language):
             usage=usage and dict(
                 input_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"],
                 total_tokens=usage["total_tokens"],
-                # 0, as in Messages: writing to the prefix cache costs nothing.
+                # Zero, as in Messages, since writing to the prefix cache costs nothing.
                 input_tokens_details=usage["prompt_tokens_details"] | dict(cache_write_tokens=0),
                 output_tokens_details=usage["completion_tokens_details"]))
 
@@ -430,7 +432,7 @@ class ResponsesBody(Language):
 
     @cached_property
     def _shown(self) -> dict[str, tuple]:
-        """What kind of tool each name is, and its group."""
+        """The kind of tool and the group, by name."""
         return {one.get("name"): (one.get("type"), group) for one, group in self._functions()}
 
     def _written(self, part: AnswerPart) -> str:
@@ -446,7 +448,7 @@ class ResponsesBody(Language):
         return self._keep(super().answer(chat))
 
     def _keep(self, response: dict) -> dict:
-        """response: one that has ended."""
+        """Keep the items of a response that has ended."""
         if self.store is not False:
             self._kept.add(response["output"])
         return response
@@ -457,11 +459,12 @@ class ResponsesBody(Language):
                 for kind in ("created", "in_progress")]
 
     def waiting(self, name: str, chat: dict) -> list[dict]:
-        """OpenAI's own `keepalive` is documented nowhere, and some clients end at it."""
+        """The event for a long silence. OpenAI's own `keepalive` is undocumented, and some clients
+        stop at it."""
         return self.begun(name, chat)[1:]
 
     def _at(self, one: AnswerPart, kind: str, **more) -> dict:
-        """An event of a part that does not hold the whole item."""
+        """An event about a part that does not contain the whole item."""
         where = {} if one.kind == "call" else dict(content_index=0)
         if kind.startswith("output_text."):
             where["logprobs"] = []
@@ -494,7 +497,7 @@ class ResponsesBody(Language):
         return [dict(type=f"response.{response['status']}", response=response)]
 
     def failed(self, name: str, chat: dict, parts: list[AnswerPart], error: dict) -> list[dict]:
-        """Codex and OpenAI's client wait for this event, and pass over others."""
+        """The event for which Codex and OpenAI's client wait; they ignore others."""
         response = self.whole(name, chat, parts, None) | dict(
             status="failed", output=[self._item(part, "incomplete") for part in parts],
             error=dict(code="server_error", message=error["error"]["message"]))

@@ -1,15 +1,15 @@
-"""`/v1/messages` and its `count_tokens`: Anthropic's language for a chat.
+"""`/v1/messages` and its `count_tokens`: Anthropic's API for a chat.
 
     roles      user, assistant; the system's text is a field of its own
     content    a text, or blocks: text, image, thinking, tool_use (a call), tool_result
     events     message_start  (content_block_start  content_block_delta ...  content_block_stop)*
                message_delta  message_stop, and ping where nothing happens for some seconds
 
-A block of a result is a chat's message with the role "tool", and a user's turn may hold several of
-them and texts; a turn of the assistant with several calls is one message. An answer goes on with
-the assistant's words that end the conversation. No template knows that a result is an error, so its
-text begins with that word. Tokens that the prefix cache had are counted apart
-from the other ones of the prompt.
+A tool_result block becomes a chat's message with the role "tool"; a user's turn may hold several
+such blocks and texts; a turn of the assistant with several calls is one message. If a conversation
+ends with a turn of the assistant, the answer continues it. Templates have no mark for a result that
+is an error, so its text begins with "Error". Prompt tokens from the prefix cache are counted
+separately.
 """
 
 import json
@@ -32,9 +32,9 @@ from nanoserve_extras.server.translate import (
     tool,
 )
 
-# Claude Code's first line differs in each request, so no block behind it would be found again.
+# Claude Code's first line differs in each request: the prefix cache would find no block after it.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
-# Blocks in a history that only the provider can read, and those of tools that it runs.
+# Blocks in a history that only the provider can read, and those of tools that the provider runs.
 HOSTED = re.compile(r"redacted_thinking|(server|mcp)_tool_use|\w+_tool_result")
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"),
@@ -42,8 +42,8 @@ DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"
 
 
 def arguments_of(text: str) -> dict:
-    """What a model gives a call; nothing where max_tokens has cut it. JSON has no word for NaN and
-    Infinity, and Python would write 1e400 so: it becomes the largest number there is."""
+    """A call's arguments; {} if max_tokens has cut them. Python reads 1e400 as Infinity, which JSON
+    can't represent: it becomes the largest float."""
     most = sys.float_info.max
 
     def refuse(name: str):
@@ -71,7 +71,7 @@ class CountBody(Language):
     output_format: dict[str, Any] | None = None  # older clients say it here
 
     def not_shown(self, said: str) -> str:
-        """In Anthropic's words: Claude Code takes the image out of its history, and goes on."""
+        """Anthropic's own words: on them Claude Code removes the image from its history."""
         return f"Could not process image: {said}"
 
     def as_chat(self) -> dict:
@@ -124,7 +124,7 @@ class MessagesBody(CountBody):
         return super().as_chat() | dict(stop=self.stop_sequences)
 
     def too_much(self, count: int, limit: int, room: int) -> BadRequest:
-        """In Anthropic's words: Claude Code reads the numbers, and asks again for less."""
+        """Anthropic's own words: Claude Code reads the numbers, and asks again for less."""
         return BadRequest("input length and `max_tokens` exceed context limit: "
                           f"{count} + {limit} > {room}", "max_tokens", code=TOO_LONG)
 

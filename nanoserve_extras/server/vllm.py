@@ -1,11 +1,11 @@
-"""Names of vLLM's server, and of its clients' bodies, that have no place here: one table.
+"""Options of vLLM's server, and fields of its clients' bodies, that are missing here: one table.
 
-It goes on where vllm.py ends, whose rows for `LLM` are options of the command line, and
-whose rows for `SamplingParams` count in a body, too. A field of a body that has no row is passed
-over, and the server logs it once: so a row that keeps a text from being another one stays.
+It continues base/vllm.py, whose rows for `LLM` also hold for the command line, and whose rows for
+`SamplingParams` also hold for a body. A field without a row is ignored, and the server logs it
+once; so each field that would change the text needs its row.
 
-Invariant: nothing is accepted and ignored, as there. A field that could change the answer is
-dropped only if its value asks for what happens anyway.
+Invariant, as there: no option is silently ignored. A field that could change the answer is dropped
+only if its value asks for what happens anyway.
 """
 
 from nanoserve_extras.base import vllm
@@ -23,8 +23,8 @@ TABLE = (
         "say"),
     Row("serve", "api_server_count", "one process answers: leave it out", (1,)),
     Row("serve", "chat_template_content_format", "a template gets what it expects", ("auto",)),
-    # What OpenAI's clients send to the server. Of the first row some tell who asks, or what is to
-    # be kept; a prediction, or a key for the prompt cache, is about speed.
+    # Fields that OpenAI's clients send. Those of the first row change no text: some identify the
+    # user, or ask for storage; a prediction, or a key for the prompt cache, is about speed.
     Row("body", "user metadata store service_tier safety_identifier prompt_cache_key "
         "prompt_cache_retention prediction parallel_tool_calls request_id session_id "
         "include_reasoning include context_management output_config"),
@@ -54,7 +54,7 @@ TABLE = (
     Row("body", "detokenize", "ask for the token ids with return_token_ids", (True,)),
     Row("body", "embed_dtype endianness", "vectors are float32, the lowest byte first: leave it "
         "out", ("float32", "native", "little")),
-    # A chat's, where they come in another language.
+    # A chat's fields in the bodies of another API.
     Row("body", "n", "one message is written at a time: use /v1/chat/completions", (1,)),
     Row("body", "logprobs top_logprobs prompt_logprobs return_token_ids return_tokens_as_token_ids",
         "answers here have no place for it: use /v1/chat/completions"),
@@ -67,7 +67,7 @@ TABLE = (
         "serve --chat-template FILE"),
 )
 ROWS = vllm.ROWS | rows_of(TABLE)
-# What LLM(), or a call, refuses is refused in a body in the same words.
+# Options that LLM(), or a call, refuses are refused in a body with the same message.
 for taker, names in (("LLM", "kv_transfer_config kv_transfer_params "
                       "enable_prompt_embeds prompt_embeds"),
                      ("call", "mm_processor_kwargs normalize activation softmax")):
