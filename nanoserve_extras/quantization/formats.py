@@ -51,10 +51,12 @@ BY_MODULE = ("bits", "group_size", "sym")  # some formats let these differ by ma
 ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "input_global_scale")
 CACHED = ("k_scale", "v_scale", "k_zero_point", "v_zero_point")
 OTHER_SCALES = (*ACTIVATIONS, *CACHED, "output_scale")
-# Of a matrix' shape, the rows and columns that share a scale; Model Optimizer's names for them.
-WHOLE, BY_ROW = lambda *shape: shape, lambda rows, columns: (1, columns)
-MODELOPT_FP8 = {"FP8": WHOLE, "FP8_PER_CHANNEL_PER_TOKEN": BY_ROW,
-                "FP8_PB_WO": lambda *_: (128, 128), "MXFP8": lambda *_: (1, 32)}
+# The rows and columns that share a scale, where None is all of a matrix'; and Model Optimizer's
+# names for them.
+Block = tuple[int | None, int | None]
+WHOLE, BY_ROW = (None, None), (1, None)
+MODELOPT_FP8 = {"FP8": WHOLE, "FP8_PER_CHANNEL_PER_TOKEN": BY_ROW, "FP8_PB_WO": (128, 128),
+                "MXFP8": (1, 32)}
 # Twice the numbers of four bits that are a sign, two bits of exponent and one behind the point.
 E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 E2M1_PAIRS = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)],
@@ -63,12 +65,12 @@ E2M1_PAIRS = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(
 
 class Numbers(NamedTuple):
     """What a matrix' tensors say: weight = (values - zeros) * scales. zeros and scales: one for
-    each block of so many outputs and inputs, of which the last ones may be cut off."""
+    each block, of which the last ones may be cut off."""
 
     values: torch.Tensor  # (outputs, inputs)
     zeros: torch.Tensor | None
     scales: torch.Tensor
-    block: tuple[int, int] | None
+    block: Block | None
     groups: torch.Tensor | None = None  # in place of a block, the group of each input
 
 
@@ -298,21 +300,8 @@ def read_fp8(entry: dict) -> Format:
     scheme = allow(entry, "activation_scheme", ("dynamic", "static"), "dynamic")
     allow(entry, "fmt", ("e4m3",), "e4m3")
     block = entry.get("weight_block_size")
-    if block is not None:
-        block = blocks("weight_block_size", block, 2)
-    return of_bytes(E4M3, lambda *shape: block or shape,
-                    ACTIVATIONS if scheme == "static" else ())
-
-
-def of_bytes(dtype: torch.dtype, block: Callable[[int, int], tuple[int, int]],
-             passed_over: tuple[str, ...], zeros: tuple[str, ...] = (),
-             by_powers: bool = False) -> Format:
-    """8 bits, stored as they are. block: as `WHOLE`, for one. by_powers: scales are the exponents
-    of powers of 2."""
-    return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
-        checked(p["weight"], dtype), p.get("weight_zero_point"),
-        powers(p["weight_scale"]) if by_powers else p["weight_scale"],
-        block(*p["weight"].shape)), passed_over=passed_over)
+    block = WHOLE if block is None else tuple(blocks("weight_block_size", block, 2))
+    return of_bytes(E4M3, block)._replace(passed_over=ACTIVATIONS if scheme == "static" else ())
 
 
 def read_compressed(entry: dict) -> Format:
@@ -323,69 +312,25 @@ def read_compressed(entry: dict) -> Format:
         return mixed([(strings("targets", group.get("targets")), read_compressed(entry | dict(
             format=group.get("format") or entry.get("format"), config_groups={name: group})))
             for name, group in zip(named, groups, strict=True) if group.get("weights")])
-    form = allow(entry, "format", (
-        "float-quantized", "int-quantized", "naive-quantized", "pack-quantized",
-        "mxfp8-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"))
-    is_nv = form == "nvfp4-pack-quantized"
-    is_e2m1 = is_nv or form == "mxfp4-pack-quantized"
+    form = allow(entry, "format", tuple(COMPRESSED))
     for name in ("transform_config", "sparsity_config"):
         if (asked := section(entry, name)) and asked.get("format") != "dense":
             refuse(name, asked, "weights are neither rotated nor sparse here")
     if not groups:
         refuse("config_groups", entry.get("config_groups"), "there must be some")
-    fixed = False
     for group in groups:
         allow(group, "format", (form, None))
         allow(group, "output_activations", (None, {}))
-        inputs = section(group, "input_activations")
-        fixed |= bool(inputs) and inputs.get("dynamic") is not True  # "local" has one of all
-    passed_over = ACTIVATIONS if fixed else ()
-    weights = section(groups[0], "weights")
-    if is_e2m1:
-        for name, value in (("type", "float"), ("num_bits", 4), ("symmetric", True)):
-            allow(weights, name, (value,), value)
-        [size] = blocks("group_size", weights.get("group_size"), 1)
-        parts = ("weight_packed", "weight_scale", *["weight_global_scale"] * is_nv)
-        return Format(parts, lambda p: Numbers(
-            e2m1(p["weight_packed"]), None,
-            floats(p["weight_scale"]) / (2 * one_float(p["weight_global_scale"])) if is_nv
-            else powers(p["weight_scale"]) / 2, (1, size)), passed_over=passed_over)
-    block = partial_block(weights)
-    allow(weights, "dynamic", (False, None))
-    zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
-    if form != "pack-quantized":
-        kinds = {"int-quantized": ("int",), "naive-quantized": ("int", "float")}.get(
-            form, ("float",))
-        dtype = torch.int8 if allow(weights, "type", kinds, kinds[0]) == "int" else E4M3
-        allow(weights, "num_bits", (8,))
-        return of_bytes(dtype, block, passed_over, zeros, form == "mxfp8-quantized")
-    allow(weights, "type", ("int",), "int")
-    bits = allow(weights, "num_bits", (4, 8))
-    is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
-    order = ("weight_g_idx",) if is_ordered else ()
-
-    def read(p: Parts) -> Numbers:
-        """Stored with 2^(bits - 1) added, zero points, too, so that none is negative."""
-        rows, columns = p["weight_shape"].tolist()
-        values = split_words(p["weight_packed"], bits, 1)[:, :columns]
-        if tuple(values.shape) != (rows, columns):
-            raise ValueError(f"weight_shape says {(rows, columns)}")
-        zeros = torch.full_like(p["weight_scale"], 2 ** (bits - 1))
-        if "weight_zero_point" in p:
-            zeros = split_words(p["weight_zero_point"], bits, 0)[:rows]
-        groups = p.get("weight_g_idx")
-        if groups is not None and (groups < 0).any():  # -1: there is no order
-            groups = None
-        return Numbers(values, zeros, p["weight_scale"], block(*values.shape), groups)
-
-    return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order), read, bits,
-                  is_ordered, passed_over=passed_over)
+    weights, (types, bits, packed) = section(groups[0], "weights"), COMPRESSED[form]
+    weights = weights | dict(type=allow(weights, "type", types, types[0]), num_bits=allow(
+        weights, "num_bits", bits, bits[0] if len(bits) == 1 else None))
+    inputs = [section(group, "input_activations") for group in groups]
+    is_fixed = any(one and one.get("dynamic") is not True for one in inputs)  # or "local"
+    return packed(weights)._replace(passed_over=ACTIVATIONS if is_fixed else ())
 
 
 def read_modelopt(entry: dict) -> Format:
-    """NVIDIA's Model Optimizer. 8-bit floats have scales by `MODELOPT_FP8`, 4-bit ones a scale for
-    each group of inputs and one of all. The KV cache's are passed over."""
-    passed_over = (*ACTIVATIONS, *CACHED)
+    """NVIDIA's Model Optimizer. The KV cache's scales are passed over."""
     if entry.get("quant_algo") == "MIXED_PRECISION":
         layers = section(entry, "quantized_layers")
         if not layers:
@@ -393,23 +338,10 @@ def read_modelopt(entry: dict) -> Format:
         return mixed([([name], read_modelopt(section(layers, name))) for name in layers])
     algo = allow(entry, "quant_algo", (*MODELOPT_FP8, "NVFP4", "MIXED_PRECISION"))
     if algo in MODELOPT_FP8:
-        return of_bytes(E4M3, MODELOPT_FP8[algo], passed_over, by_powers=algo == "MXFP8")
-    size = group_size(entry) or 16
-    return Format(("weight", "weight_scale", "weight_scale_2"), lambda p: Numbers(
-        e2m1(p["weight"]), None, floats(p["weight_scale"]) * one_float(p["weight_scale_2"]) / 2,
-        (1, size)), passed_over=passed_over)
-
-
-def partial_block(weights: dict) -> Callable[[int, int], tuple[int, int]]:
-    """For `of_bytes`."""
-    strategy = allow(weights, "strategy", ("tensor", "channel", "group", "block"))
-    if strategy == "tensor":
-        return WHOLE
-    if strategy == "channel":
-        return BY_ROW
-    size = (1, *blocks("group_size", weights.get("group_size"), 1)) if strategy == "group" else (
-        blocks("block_structure", weights.get("block_structure"), 2))
-    return lambda *_: size
+        form = of_bytes(E4M3, MODELOPT_FP8[algo], by_powers=algo == "MXFP8")
+    else:
+        form = of_pairs(group_size(entry) or 16, "weight", "weight_scale", "weight_scale_2")
+    return form._replace(passed_over=(*ACTIVATIONS, *CACHED))
 
 
 def read_gptq(entry: dict) -> Format:
@@ -430,7 +362,7 @@ def read_gptq(entry: dict) -> Format:
         zeros = ((zeros + (version == "gptq")) % 2 ** bits)[:, :len(values)].T
         if is_symmetric:
             zeros = torch.full_like(zeros, 2 ** (bits - 1))
-        return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]), p.get("g_idx"))
+        return Numbers(values, zeros, p["scales"].T, (1, size), p.get("g_idx"))
 
     return Format(("qweight", "qzeros", "scales", "g_idx"), read, bits, is_ordered, "g_idx")
 
@@ -448,7 +380,7 @@ def read_awq(entry: dict) -> Format:
                          for name in ("qweight", "qzeros"))
         if not has_zeros and (zeros != 8).any():
             refuse("zero_point", False, "zero points other than 8 are stored")
-        return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]))
+        return Numbers(values, zeros, p["scales"].T, (1, size))
 
     return Format(("qweight", "qzeros", "scales"), read, 4)
 
@@ -481,6 +413,91 @@ def read_own(entry: dict) -> Format:
     return Format(("weight", "weight_scale", "weight_minimum"), read, bits, served=f"int{bits}")
 
 
+# ------------------------------------------------------------- kinds of packing
+
+
+def of_bytes(dtype: torch.dtype, block: Block, zeros: tuple[str, ...] = (),
+             by_powers: bool = False) -> Format:
+    """8 bits, stored as they are. by_powers: scales are the exponents of powers of 2."""
+    return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
+        checked(p["weight"], dtype), p.get("weight_zero_point"),
+        powers(p["weight_scale"]) if by_powers else p["weight_scale"], block))
+
+
+def of_pairs(size: int, numbers: str, scales: str, scale: str | None = None,
+             join: Callable = torch.mul) -> Format:
+    """4-bit floats, of which so many share a scale: the exponent of a power of 2, or a float to be
+    joined with that of the whole matrix."""
+    def read(p: Parts) -> Numbers:
+        factors = powers(p[scales]) if scale is None else (
+            join(floats(p[scales]), one_float(p[scale])))
+        return Numbers(e2m1(p[numbers]), None, factors / 2, (1, size))
+
+    return Format((numbers, scales, *[scale] * (scale is not None)), read)
+
+
+def bytes_of(weights: dict, by_powers: bool = False) -> Format:
+    """compressed-tensors' 8 bits."""
+    dtype = torch.int8 if weights["type"] == "int" else E4M3
+    return of_bytes(dtype, block_of(weights), zeros_of(weights), by_powers)
+
+
+def pairs_of(weights: dict, **whole: Any) -> Format:
+    """compressed-tensors' 4-bit floats."""
+    allow(weights, "symmetric", (True,), True)
+    [size] = blocks("group_size", weights.get("group_size"), 1)
+    return of_pairs(size, "weight_packed", "weight_scale", **whole)
+
+
+def words_of(weights: dict) -> Format:
+    """compressed-tensors' words: 2^(bits - 1) is added, to zero points, too, so that none is
+    negative."""
+    bits, block = weights["num_bits"], block_of(weights)
+    is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
+
+    def read(p: Parts) -> Numbers:
+        rows, columns = p["weight_shape"].tolist()
+        values = split_words(p["weight_packed"], bits, 1)[:, :columns]
+        if tuple(values.shape) != (rows, columns):
+            raise ValueError(f"weight_shape says {(rows, columns)}")
+        zeros = torch.full_like(p["weight_scale"], 2 ** (bits - 1))
+        if "weight_zero_point" in p:
+            zeros = split_words(p["weight_zero_point"], bits, 0)[:rows]
+        groups = p.get("weight_g_idx")
+        if groups is not None and (groups < 0).any():  # -1: there is no order
+            groups = None
+        return Numbers(values, zeros, p["weight_scale"], block, groups)
+
+    parts = ("weight_packed", "weight_shape", "weight_scale", *zeros_of(weights))
+    return Format((*parts, *["weight_g_idx"] * is_ordered), read, bits, is_ordered)
+
+
+def zeros_of(weights: dict) -> tuple[str, ...]:
+    return () if weights.get("symmetric", True) else ("weight_zero_point",)
+
+
+def block_of(weights: dict) -> Block:
+    """compressed-tensors'."""
+    allow(weights, "dynamic", (False, None))
+    strategy = allow(weights, "strategy", ("tensor", "channel", "group", "block"))
+    if strategy == "group":
+        return (1, *blocks("group_size", weights.get("group_size"), 1))
+    if strategy == "block":
+        return tuple(blocks("block_structure", weights.get("block_structure"), 2))
+    return WHOLE if strategy == "tensor" else BY_ROW
+
+
+# compressed-tensors' formats: the types and bits of numbers, and how they are packed.
+COMPRESSED = {
+    "float-quantized": (("float",), (8,), bytes_of), "int-quantized": (("int",), (8,), bytes_of),
+    "naive-quantized": (("int", "float"), (8,), bytes_of),
+    "mxfp8-quantized": (("float",), (8,), partial(bytes_of, by_powers=True)),
+    "pack-quantized": (("int",), (4, 8), words_of),
+    "mxfp4-pack-quantized": (("float",), (4,), pairs_of),
+    "nvfp4-pack-quantized": (("float",), (4,), partial(
+        pairs_of, scale="weight_global_scale", join=torch.div))}
+
+
 # ------------------------------------------------------------------- arithmetic
 
 
@@ -510,8 +527,8 @@ def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch
         raise ValueError("a scale is NaN or infinite")
     (rows, inputs), height = values.shape, 1
     if groups is None:
-        height, groups = block[0], torch.arange(inputs) // block[1]
-        counts = [-(-rows // height), -(-inputs // block[1])]
+        height, width = block[0] or rows, block[1] or inputs
+        groups, counts = torch.arange(inputs) // width, [-(-rows // height), -(-inputs // width)]
     else:
         counts, groups = [rows, scales.shape[-1]], groups.long()
         if groups.shape != (inputs,):
