@@ -273,10 +273,8 @@ class BatchBuilder:
         places = starts - self.dropped[rows]  # each row's first token, in its table
         positions, slots = self._tokens(rows, starts, places, query_lens, cu_seqlens_q)
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
-        sample_rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)
-        params = self.params.take(sample_rows)
         width = max([len(seq.block_table) for seq in seqs], default=1)
-        numbers = {name: params[name] for name in PARAMS.names}
+        numbers = self._sampling(step, last_token_of)
         for name, numbers_of in step.sections.items():
             numbers[name] = [numbers_of[seq] for seq in seqs]
         return numbers | {
@@ -285,11 +283,17 @@ class BatchBuilder:
             "slot_mapping": slots,
             "cu_seqlens_q": cu_seqlens_q,
             "seq_lens": places + query_lens,
-            "logits_indices": _sampled_tokens(step, last_token_of),
-            "sample_rows": sample_rows,
             "prompt_logprob_indices": _prompt_logprob_tokens(step, last_token_of),
             "block_tables": self.tables[rows, :width].reshape(-1),
             "block_moves": np.ravel(step.block_moves)}
+
+    def _sampling(self, step: Step, last_token_of: dict[Sequence, int]) -> dict[str, Any]:
+        """Which tokens are sampled from, for which rows, and with which parameters."""
+        rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)
+        params = self.params.take(rows)
+        numbers = {name: params[name] for name in PARAMS.names}
+        return numbers | {"logits_indices": _sampled_tokens(step, last_token_of),
+                          "sample_rows": rows}
 
     def _tokens(self, rows: np.ndarray, starts: np.ndarray, places: np.ndarray,
                 query_lens: np.ndarray, cu_seqlens_q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

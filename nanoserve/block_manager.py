@@ -276,34 +276,10 @@ class BlockManager:
         """Audit everything against the sequences that may hold blocks. O(blocks): for tests."""
         holders: dict[int, list[str]] = {}
         for seq in sequences:
-            held = self.held(seq)
-            assert len(set(held.values())) == len(held), (
-                f"sequence {seq.name} lists a block twice: {held}")
-            for position in range(seq.num_released_blocks * self.block_size):
-                query = seq.num_computed_tokens
-                assert not visible(query, position, self.window, query), (
-                    f"sequence {seq.name} gave back position {position}, which its next query sees")
-            room = (len(seq.block_table) + len(seq.dropped_blocks)) * self.block_size
-            used = seq.num_computed_tokens + seq.num_inflight_tokens
-            assert used <= room, (
-                f"sequence {seq.name} has computed {used} tokens in blocks for {room}")
-            num_full = seq.num_computed_tokens // self.block_size
-            assert seq.num_committed_blocks <= num_full, (
-                f"sequence {seq.name} committed {seq.num_committed_blocks} blocks, but only "
-                f"{num_full} are full and computed")
-            assert all(i < num_full for i in seq.dropped_blocks), (
-                f"sequence {seq.name} dropped blocks {seq.dropped_blocks}, but only {num_full} are "
-                "full and computed")
-            for i, block_id in held.items():
+            self._check_counts(seq)
+            for i, block_id in self.held(seq).items():
                 holders.setdefault(block_id, []).append(seq.name)
-                if (entry := self.entry_of[block_id]) is None:
-                    continue
-                tokens = seq.token_ids[i * self.block_size:(i + 1) * self.block_size]
-                assert entry.tokens == tokens, (
-                    f"block {block_id} is cached as {entry.tokens}, but sequence {seq.name} "
-                    f"keeps {tokens} in it")
-                assert i < seq.num_committed_blocks, (
-                    f"block {block_id} of sequence {seq.name} can be found before it is computed")
+                self._check_held(seq, i, block_id)
         for block_id, count in enumerate(self.ref_counts):
             names = holders.get(block_id, [])
             if block_id in self.free_blocks:
@@ -322,3 +298,35 @@ class BlockManager:
             assert self.entry_of[entry.block_id] is entry and entry.key == key, (
                 f"the cache names block {entry.block_id}, which was reused since")
             assert len(entry.tokens) == self.block_size, f"block {entry.block_id} is not full"
+
+    def _check_counts(self, seq: Sequence) -> None:
+        """Audit what one sequence says of its blocks."""
+        held = self.held(seq)
+        assert len(set(held.values())) == len(held), (
+            f"sequence {seq.name} lists a block twice: {held}")
+        for position in range(seq.num_released_blocks * self.block_size):
+            query = seq.num_computed_tokens
+            assert not visible(query, position, self.window, query), (
+                f"sequence {seq.name} gave back position {position}, which its next query sees")
+        room = (len(seq.block_table) + len(seq.dropped_blocks)) * self.block_size
+        used = seq.num_computed_tokens + seq.num_inflight_tokens
+        assert used <= room, (
+            f"sequence {seq.name} has computed {used} tokens in blocks for {room}")
+        num_full = seq.num_computed_tokens // self.block_size
+        assert seq.num_committed_blocks <= num_full, (
+            f"sequence {seq.name} committed {seq.num_committed_blocks} blocks, but only "
+            f"{num_full} are full and computed")
+        assert all(i < num_full for i in seq.dropped_blocks), (
+            f"sequence {seq.name} dropped blocks {seq.dropped_blocks}, but only {num_full} are "
+            "full and computed")
+
+    def _check_held(self, seq: Sequence, i: int, block_id: int) -> None:
+        """Audit the block that holds number `i` of a sequence's text."""
+        if (entry := self.entry_of[block_id]) is None:
+            return
+        tokens = seq.token_ids[i * self.block_size:(i + 1) * self.block_size]
+        assert entry.tokens == tokens, (
+            f"block {block_id} is cached as {entry.tokens}, but sequence {seq.name} "
+            f"keeps {tokens} in it")
+        assert i < seq.num_committed_blocks, (
+            f"block {block_id} of sequence {seq.name} can be found before it is computed")
