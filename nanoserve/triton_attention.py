@@ -265,7 +265,7 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
         share = tl.maximum(tl.cdiv(end - first, even), MIN_SPLIT_KEYS)
         share = tl.minimum(share, tl.maximum(tl.cdiv(end - first, tl.num_programs(2)), LONG_KEYS))
         share = tl.cdiv(share, BLOCK_N) * BLOCK_N
-        is_whole = end - first <= share
+        is_whole = DECODE & (end - first <= share)  # others need too many registers for two ways
         used = tl.cdiv(end - first, share)  # splits that have keys
         first += split * share
         end = tl.minimum(end, first + share)
@@ -349,12 +349,12 @@ def _find_tile(cu_seqlens_q_ptr, tile, num_decodes, num_rows, BLOCK_Q: tl.conste
     A row's tiles are numbered from (queries before it) // BLOCK_Q + (rows before it) on, decodes
     not counted, which leaves enough numbers for the tiles of each. With BLOCK_Q 4, rows of 3 and 6
     queries begin at 0 and 3 // 4 + 1 = 1, the next one at 9 // 4 + 2 = 4: tile 3 has no queries.
-    Numbers grow, so as many rows begin up to this tile as there are rows up to its own. Up to 512
+    Numbers grow, so as many rows begin up to this tile as there are rows up to its own. Up to 128
     rows are one load; a binary search would be several, each waiting for the one before.
     """
     found, begin = 0, 0
-    for start in range(num_decodes, num_rows, 512):
-        row = start + tl.arange(0, 512)
+    for start in range(num_decodes, num_rows, 128):
+        row = start + tl.arange(0, 128)
         queries = tl.load(cu_seqlens_q_ptr + row, row < num_rows, 0) - num_decodes  # before it
         first = queries // BLOCK_Q + row - num_decodes
         here = (row < num_rows) & (first <= tile)

@@ -322,7 +322,7 @@ def test_a_launch_does_not_depend_on_lengths(monkeypatch):
     assert [grid for _, grid, *_ in launches] == [(2, 256, 1), (2, 256, 4), (4, 256)]
 
 
-@pytest.mark.parametrize("lens", [([1, 1, 1], [1, 64, 63]), ([1, 2, 5], [9, 2, 60])], ids=str)
+@pytest.mark.parametrize("lens", [([1, 1, 1], [1, 64, 63]), ([1], [9])], ids=str)
 def test_a_row_whose_keys_fit_the_first_split_needs_no_other_kernel(attend, monkeypatch, lens):
     """With tables for 40,960 positions any row may be long: 256 short ones went through float32 in
     memory, and through a second kernel, in each layer."""

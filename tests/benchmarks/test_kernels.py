@@ -76,7 +76,8 @@ def attention(rows: list[dict]) -> list[dict]:
 def test_every_launch_is_there(report):
     """Each kernel, and attention in each of its phases."""
     tiled = {"_attention_kernel", "_combine_kernel", "_experts_kernel", "_weighted_sum_kernel",
-             "_sample_kernel", "_find_thresholds_kernel", "_linear_kernel", "_restore_kernel"}
+             "_sample_kernel", "_find_thresholds_kernel", "_linear_kernel", "_restore_kernel",
+             "_product_kernel", "_words_kernel"}
     written = {name for module in (
         kernels, kernels_fused, kernels_sampling, recurrent_triton) for name in vars(module)
                if name.endswith("_kernel")}
