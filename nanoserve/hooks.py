@@ -51,7 +51,7 @@ class Extra:
 
     def __init__(self, **options: Any):
         """The options become a record with rules, like those of the engine (rules.py)."""
-        self.options = self.Options(**options)
+        self.options = self.Options.of(options)
 
     @property
     def name(self) -> str:
@@ -178,6 +178,9 @@ def checked(extras: Any, policy: str = "fcfs") -> list[Extra]:
     drafter without `most_drafts`, and for an order beside another one. policy: the option
     `scheduling_policy`."""
     kept: list[Extra] = []
+    if isinstance(extras, Extra) or not isinstance(extras, Iterable):
+        raise ValueError(f"extras must be a list of objects that inherit from Extra, got "
+                         f"{extras!r:.80}")
     orders = [] if policy == "fcfs" else [f"scheduling_policy={policy!r}"]
     for extra in extras:
         if not isinstance(extra, Extra):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, Self, get_args
 
 
 class Rule(NamedTuple):
@@ -36,6 +36,15 @@ class Options:
 
     def __post_init__(self):
         check_fields(self)
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Self:
+        """A record of these options. For an unknown name raises `TypeError`, with all names."""
+        names = [one.name for one in fields(cls)]
+        for name in options:
+            if name not in names:
+                raise TypeError(f"there is no option {name}: there are {names}")
+        return cls(**options)
 
 
 def check_fields(record: Any) -> None:

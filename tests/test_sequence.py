@@ -97,13 +97,6 @@ def test_values_on_the_edge_of_what_is_allowed_are_accepted(arguments):
     SamplingParams(**arguments)
 
 
-def test_keys_of_json_are_token_ids():
-    """A JSON object has no other keys than strings; vLLM's server takes them for numbers, too."""
-    params = SamplingParams(logit_bias={"5": 1, np.int64(7): np.float32(-2.5)})
-    assert params.logit_bias == {5: 1.0, 7: -2.5}
-    assert all(type(key) is int and type(bias) is float for key, bias in params.logit_bias.items())
-
-
 @pytest.mark.parametrize(("params", "index", "bad_words", "waits", "controls", "num_scored"), [
     (dict(), 0, [], False, False, 0),
     (dict(repetition_penalty=1.5), 0, [], True, True, 0),

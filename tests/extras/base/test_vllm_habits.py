@@ -5,13 +5,14 @@ The oracles are transformers' greedy text and its logits.
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE
 from small_engine import HELLO, MESSAGES, TOKENIZER, copy_of, drain, greedy, ids_of, run, tokens
 from transformers import AutoModelForCausalLM
 
-from nanoserve import LLM, EngineArgs
+from nanoserve import LLM, EngineArgs, SamplingParams
 
 SMALL = dict(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=64,
              num_gpu_blocks_override=24)
@@ -164,3 +165,10 @@ def test_methods_that_are_missing_here(llm, name):
 def test_a_mistyped_method_names_the_nearest(llm):
     with pytest.raises(AttributeError, match="genrate.*generate"):
         llm.genrate("Hello")
+
+
+def test_keys_of_json_are_token_ids():
+    """A JSON object has no other keys than strings; vLLM's server takes them for numbers, too."""
+    params = SamplingParams(logit_bias={"5": 1, np.int64(7): np.float32(-2.5)})
+    assert params.logit_bias == {5: 1.0, 7: -2.5}
+    assert all(type(key) is int and type(bias) is float for key, bias in params.logit_bias.items())
