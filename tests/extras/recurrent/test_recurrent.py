@@ -370,7 +370,7 @@ def test_a_place_that_a_recording_freezes_is_found(made, recorded, capsys, monke
 
     monkeypatch.setattr(RecurrentModel, "forward", frozen)
     with start(made["lfm2"], **RECORDED | dict(max_num_seqs=1)) as llm:
-        assert "a replay gives other numbers" in capsys.readouterr().err
+        assert "a replay differs from the step" in capsys.readouterr().err
         assert llm.runner.graphs is None
 
 
