@@ -16,17 +16,18 @@ et al. 2022.) The formats differ in how they store q, s and z, under which names
     gptq                                qweight, transposed     qzeros, stored minus 1     per group
     awq                                 qweight, transposed     qzeros, both in its own order
 
-`assemble` stands between the files and the loader. It gathers the tensors of one matrix, hands on
-one weight in float32 and forgets the rest. `quantization="dequantize"` is this file alone, and
-saves no memory. `"int8"` rounds what comes out of here once more (quantized_linear.py). For
-`"int4"` 4 bits in groups are handed on as they are.
+`assemble` is called between the files and the loader. It gathers the tensors of one matrix, passes
+on one weight in float32, and frees them. `quantization="dequantize"` uses this file alone, and
+saves no memory. `"int8"` rounds the result again (quantized_linear.py). For `"int4"` weights of 4
+bits in groups are passed on unchanged.
 
-Of a mixture (NVFP4 beside FP8, say) each matrix has the format of the group that names it.
+In a mixture of formats (NVFP4 beside FP8, for example) each matrix has the format of the group that
+names it.
 
-Invariant: what would change the text and is not computed here is refused by name, and so is a
-matrix of which a part is missing. `ignore` is not read, and `targets` only where groups differ: the
-names of the tensors say the same. There are no products of 8-bit floats, which many of the GPUs
-that have them refuse, or do wrong in a graph.
+Invariant: settings that would change the text and are not supported are refused by name, as is a
+matrix with missing parts. `ignore` is not read, and `targets` only if groups differ, because the
+names of the tensors tell the same. Products of 8-bit floats are not used: many GPUs that have them
+refuse some shapes, or compute wrong results in a CUDA graph.
 """
 
 import re
@@ -47,7 +48,7 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column
 E4M3 = torch.float8_e4m3fn
 STORED = (E4M3, torch.int8, torch.uint8)  # a `weight` of another dtype is plain
 BY_MODULE = ("bits", "group_size", "sym")  # some formats let these differ by matrix
-# Scales of activations, passed over where they are those of floats (`Format.passed_over`).
+# Scales of activations, ignored if these are floats (`Format.passed_over`).
 ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "input_global_scale")
 CACHED = ("k_scale", "v_scale", "k_zero_point", "v_zero_point")
 OTHER_SCALES = (*ACTIVATIONS, *CACHED, "output_scale")
@@ -57,7 +58,7 @@ Block = tuple[int | None, int | None]
 WHOLE, BY_ROW = (None, None), (1, None)
 MODELOPT_FP8 = {"FP8": WHOLE, "FP8_PER_CHANNEL_PER_TOKEN": BY_ROW, "FP8_PB_WO": (128, 128),
                 "MXFP8": (1, 32)}
-# Twice the numbers of four bits that are a sign, two bits of exponent and one behind the point.
+# Twice the values of E2M1: four bits with a sign, two bits of exponent and one of mantissa.
 E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 E2M1_PAIRS = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)],
                           dtype=torch.int8)  # the first in the low half
@@ -75,22 +76,22 @@ class Numbers(NamedTuple):
 
 
 class Format(NamedTuple):
-    """Which tensors make a matrix, and how. optional: a part that some files do without.
-    passed_over: scales beside it, by which activations, or keys and values, are rounded elsewhere.
-    find: of a mixture, the format of a matrix by its name.
+    """The tensors that make a matrix, and how to combine them. optional: a part that some files
+    lack. passed_over: further scales, by which other engines round activations, or keys and values.
+    find: in a mixture of formats, finds the format of a matrix by its name.
     """
 
     parts: tuple[str, ...]
     read: Callable[[Parts], Numbers | Quantised]
     bits: int = 8
-    is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
+    is_ordered: bool = False  # "act-order": inputs are assigned to groups by importance
     optional: str = ""
     passed_over: tuple[str, ...] = ()
     find: Callable[[str], "Format | None"] | None = None
-    served: str = "dequantize"  # what it is where `quantization=` is left out
+    served: str = "dequantize"  # the default of `quantization=`
 
     def of(self, module: str) -> "Format":
-        """That of one matrix. Raises `ValueError` for one that no group of a mixture names."""
+        """The format of one matrix. Raises `ValueError` if no group of a mixture names it."""
         form = self if self.find is None else self.find(module)
         if form is None:
             raise ValueError(f"{module} is quantised, but config.json's groups don't name it")
@@ -98,7 +99,8 @@ class Format(NamedTuple):
 
 
 def assemble(tensors: Tensors, entry: dict, keep: bool = False, later: bool = False) -> Tensors:
-    """The tensors of a checkpoint, each group of parts become one weight (outputs, inputs).
+    """The tensors of a checkpoint, with the parts of each matrix combined to one weight (outputs,
+    inputs).
 
     entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups, or of a format
     of ours, becomes a `Quantised`. later: yield functions that make the weights. Raises
@@ -140,8 +142,8 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False, later: bool = Fa
 
 
 def one_by_one(tensors: Tensors) -> Tensors:
-    """transformers saves all experts of a layer in one tensor of 8-bit floats, with their scales in
-    another. Each becomes a matrix, under the name that other files have for it."""
+    """Split fused experts: transformers saves all experts of a layer in one tensor of 8-bit floats,
+    and their scales in another. Each matrix gets the name that it has in other files."""
     for file, name, tensor in tensors:
         found = re.fullmatch(r"(.*\.)(gate_up|down)_proj(_scale_inv)?", name)
         if found is None or tensor.dim() != 3 or not (found[3] or tensor.dtype == E4M3):
@@ -157,7 +159,7 @@ def one_by_one(tensors: Tensors) -> Tensors:
 
 def make_weight(file: Path, module: str, parts: Parts, form: Format,
                 keep: bool) -> torch.Tensor | Quantised:
-    """A matrix of its parts. Raises `ValueError` naming the module."""
+    """Combine the parts of a matrix. Raises a `ValueError` that names the module."""
     try:
         numbers = form.read(parts)
         if form.read is experts_of:
@@ -175,7 +177,7 @@ def make_weight(file: Path, module: str, parts: Parts, form: Format,
 
 
 def read_format(entry: dict) -> Format:
-    """What a `quantization_config` says. Raises `ValueError` for what is not supported."""
+    """The format in a `quantization_config`. Raises `ValueError` for unsupported settings."""
     method = entry.get("quant_method")
     readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
                "awq": read_awq, "modelopt": read_modelopt, "nanoserve": read_own,
@@ -199,7 +201,7 @@ def read_format(entry: dict) -> Format:
 
 
 def rounds_cache_alone(entry: dict) -> bool:
-    """Whether keys and values are all that is rounded: every weight is plain."""
+    """Whether only keys and values are rounded, and all weights are plain."""
     if entry.get("quant_method") == "modelopt":
         return entry.get("quant_algo") is None and bool(
             entry.get("kv_cache_scheme") or entry.get("kv_cache_quant_algo"))
@@ -210,10 +212,10 @@ def rounds_cache_alone(entry: dict) -> bool:
 
 
 def settings_of_some(entry: dict) -> Iterator[tuple[str, dict]]:
-    """What may be packed otherwise than the rest, as targets of `mixed`: by GPTQModel's `dynamic`,
-    whose keys are patterns, and AutoRound's `extra_config`, whose keys are names, or patterns of
-    any part of one. What neither packs has plain tensors. Those packed as the rest count, too: the
-    first pattern that matches is the one."""
+    """Settings for some of the matrices, as targets of `mixed`: from GPTQModel's `dynamic`, whose
+    keys are patterns, and AutoRound's `extra_config`, whose keys are names or patterns for any part
+    of a name. Matrices that are not packed have plain tensors. Entries equal to the default are
+    yielded, too, because the first pattern that matches decides."""
     for name, one in (section(entry, "dynamic") | section(entry, "extra_config")).items():
         settings = {key: one[key] for key in BY_MODULE if isinstance(one, dict) and key in one}
         if name.startswith("-:") or settings.get("bits") in (16, 32):
@@ -226,8 +228,9 @@ def settings_of_some(entry: dict) -> Iterator[tuple[str, dict]]:
 
 
 def mixed(groups: list[tuple[list[str], Format]]) -> Format:
-    """Formats by what each is for: names of matrices, or of modules above them, patterns ("re:...")
-    or the class of all ("Linear"), asked in this order, as compressed-tensors does."""
+    """A mixture of formats, each with its targets: names of matrices or of modules above them,
+    patterns ("re:..."), or the class "Linear". They are tried in this order, as compressed-tensors
+    does."""
     targets = [(target, form) for named, form in groups for target in named]
     names = {translated(target): form for target, form in targets}
     patterns = [(compiled(target[3:]), form) for target, form in targets
@@ -249,7 +252,8 @@ def mixed(groups: list[tuple[list[str], Format]]) -> Format:
 
 
 def compiled(pattern: str) -> re.Pattern:
-    """Once: there may be more patterns than `re` remembers, and they are asked for each matrix."""
+    """Compile a pattern once: there may be more patterns than `re` caches, and each matrix tries
+    them."""
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -271,7 +275,7 @@ def allow(entry: dict, name: str, values: tuple, default: Any = None) -> Any:
 
 
 def blocks(name: str, value: Any, count: int) -> list[int]:
-    """A size, or `count` of them: of the blocks that share a scale."""
+    """Check the size, or `count` sizes, of the blocks that share a scale."""
     sizes = value if isinstance(value, (list, tuple)) else [value]
     if len(sizes) != count or not all(type(size) is int and size > 0 for size in sizes):
         what = "a whole number above 0" if count == 1 else f"{count} whole numbers above 0"
@@ -280,7 +284,7 @@ def blocks(name: str, value: Any, count: int) -> list[int]:
 
 
 def section(entry: dict, name: str) -> dict:
-    """The entry `name`, an object; empty where there is none."""
+    """The entry `name`, which must be an object; {} if it is missing."""
     value = entry.get(name) or {}
     if not isinstance(value, dict):
         refuse(name, value, "it must be an object")
@@ -295,8 +299,8 @@ def strings(name: str, value: Any) -> list[str]:
 
 
 def read_fp8(entry: dict) -> Format:
-    """DeepSeek's and Qwen's FP8: a scale for each block of 128 x 128. Mistral's: one for all of a
-    matrix. Activations are rounded elsewhere, on the fly or by a fixed scale, and not here."""
+    """DeepSeek's and Qwen's FP8 has a scale for each block of 128 x 128, Mistral's one for each
+    matrix. Other engines round activations, dynamically or by a fixed scale; this one doesn't."""
     scheme = allow(entry, "activation_scheme", ("dynamic", "static"), "dynamic")
     allow(entry, "fmt", ("e4m3",), "e4m3")
     block = entry.get("weight_block_size")
@@ -305,7 +309,7 @@ def read_fp8(entry: dict) -> Format:
 
 
 def read_compressed(entry: dict) -> Format:
-    """compressed-tensors: llm-compressor's. Each of `config_groups` may have a format."""
+    """compressed-tensors, written by llm-compressor. Each of `config_groups` has its own format."""
     named = section(entry, "config_groups")
     groups = [section(named, name) for name in named]
     if any(group.get("weights") != groups[0].get("weights") for group in groups):
@@ -353,9 +357,10 @@ def read_gptq(entry: dict) -> Format:
                                 for name in ("sym", "desc_act"))
 
     def read(p: Parts) -> Numbers:
-        """Transposed: (inputs, outputs), zeros and scales (groups, outputs). In the first version
-        zero points are stored minus 1: in 4 bits a stored 15 is -1, and so the zero point is 0. Of
-        symmetric weights it is in the middle, whatever is stored, by some minus 1."""
+        """Values are transposed, (inputs, outputs), zeros and scales are (groups, outputs). Version
+        1 stores zero points minus 1: in 4 bits a stored 15 is -1, so the zero point is 0. Symmetric
+        weights have their zero point in the middle, and the stored one, which some tools write
+        minus 1, is not read."""
         if is_ordered and "g_idx" not in p:
             refuse("desc_act", True, "there is no g_idx, which says the order")
         values, zeros = split_words(p["qweight"], bits, 0).T, split_words(p["qzeros"], bits, 1)
@@ -374,7 +379,7 @@ def read_awq(entry: dict) -> Format:
     size, has_zeros = group_size(entry), allow(entry, "zero_point", (True, False), True)
 
     def read(p: Parts) -> Numbers:
-        """Transposed as well, with both packed along the outputs in an order of their own."""
+        """Transposed, too; values and zeros are packed along the outputs in AWQ's own order."""
         place = torch.tensor(AWQ_ORDER).argsort()
         values, zeros = (split_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
                          for name in ("qweight", "qzeros"))
@@ -386,13 +391,13 @@ def read_awq(entry: dict) -> Format:
 
 
 def group_size(entry: dict) -> int | None:
-    """The inputs that share a scale; None for all of them."""
+    """How many inputs share a scale; None: all of them."""
     size = entry.get("group_size", entry.get("q_group_size"))
     return None if size in (None, -1) else blocks("group_size", size, 1)[0]
 
 
 def read_own(entry: dict) -> Format:
-    """What `nanoserve convert` writes: numbers as they lie in memory, float16 or float32 scales."""
+    """The format of `nanoserve convert`: values as in memory, float16 or float32 scales."""
     bits = allow(entry, "bits", (4, 8))
 
     def read(p: Parts) -> Quantised:
@@ -502,7 +507,7 @@ COMPRESSED = {
 
 
 def dense(numbers: Numbers) -> torch.Tensor:
-    """(outputs, inputs), in float32"""
+    """The weight, (outputs, inputs), in float32."""
     weight, (zeros, scales, groups) = numbers.values.float(), by_group(numbers)
     if zeros is not None:
         weight -= zeros.float()[:, groups]
@@ -510,7 +515,7 @@ def dense(numbers: Numbers) -> torch.Tensor:
 
 
 def kept(numbers: Numbers) -> Quantised | torch.Tensor:
-    """4 bits as they are. Dense, where the inputs of a group are no neighbours."""
+    """4-bit weights unchanged; dense, if the inputs of a group are not adjacent."""
     zeros, scales, groups = by_group(numbers)
     size = int((groups == 0).sum())
     if not size or not torch.equal(groups, torch.arange(len(groups)) // size):
@@ -519,8 +524,8 @@ def kept(numbers: Numbers) -> Quantised | torch.Tensor:
 
 
 def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Zeros and scales, (outputs, groups of inputs), and the group of each input. "Act-order" deals
-    the inputs out by importance."""
+    """Zeros and scales, (outputs, groups of inputs), and the group of each input, because
+    "act-order" assigns inputs to groups by importance."""
     values, zeros, scales, block, groups = numbers
     scales = floats(scales)
     if not scales.isfinite().all():
@@ -568,26 +573,26 @@ def powers(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def floats(scales: torch.Tensor) -> torch.Tensor:
-    """In float32. Integers are the exponents or the bits of some other format."""
+    """Scales in float32. Integers are refused: they are exponents or bits of another format."""
     if not scales.is_floating_point():
         raise ValueError(f"scales are {scales.dtype}, which is no float")
     return scales.float()
 
 
 def one_float(scale: torch.Tensor) -> torch.Tensor:
-    """Of a whole matrix, (). Several would be stretched over it in silence."""
+    """A matrix's only scale, (). Several ones would be broadcast silently."""
     return floats(scale).reshape(())
 
 
 def checked(numbers: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
-    """The same. The bits of another dtype would be read as other numbers."""
+    """The same tensor, if it has one of these dtypes: other bits would be misread."""
     if numbers.dtype not in dtypes:
         raise ValueError(f"numbers are {numbers.dtype}, not {' or '.join(map(str, dtypes))}")
     return numbers
 
 
 def split_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Words into numbers of `bits` bits, the lowest bits first; each becomes 32 / bits of them."""
+    """Unpack words into 32 / bits numbers of `bits` bits each, the lowest bits first."""
     packed = checked(packed, torch.int32)
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     shape = [1] * (packed.dim() + 1)

@@ -1,14 +1,14 @@
-"""How weights are kept: which layers an engine gets for `LLM(quantization=...)`.
+"""How weights are stored in memory: the layers for `LLM(quantization=...)`.
 
     a checkpoint that is quantised    formats.py       becomes floats, or keeps its own numbers
     int8, int4                        QuantisedLinear  rounds what is float, and packs it
                                       QuantisedExperts the same for a mixture's experts
 
-Without the option a quantised checkpoint is dequantised, but for one that `nanoserve convert`
-wrote, which stays as it is; and any other is loaded as it is. Which product a packed weight brings
-along depends on the engine's operators: `kind_of_weight`.
+Without the option a quantised checkpoint is dequantised, except one that `nanoserve convert` wrote,
+which stays as it is; any other checkpoint is loaded as it is. The class of packed weights, with its
+matrix product, depends on the engine's backend: `kind_of_weight`.
 
-Invariant: the choice is made, and what can't work is refused, before a weight is read.
+Invariant: the layers are chosen, and options that can't work are refused, before weights are read.
 """
 
 import os
@@ -36,7 +36,7 @@ from nanoserve_extras.quantization.quantized_linear import (
 
 
 class Quantization(Extra):
-    """What `LLM(quantization=...)`, or a quantised checkpoint, adds."""
+    """The extra for `LLM(quantization=...)`, or a quantised checkpoint."""
 
     Options = QuantizationOptions
 
@@ -56,8 +56,8 @@ class Quantization(Extra):
 
 
 def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, Any]]:
-    """How weights are kept, and the entries of `Placement` that it needs. kind: the option. Raises
-    `ValueError` for what is not supported; a slow choice is reported."""
+    """How weights are stored, and the entries of `Placement` for it. kind: the option. Raises
+    `ValueError` for unsupported combinations; a slow choice is reported."""
     config, stored = plan.config, plan.model_config.quantization
     layers: dict[str, Any] = {"assemble": assemble}
     form = None if stored is None else read_format(stored)
@@ -71,7 +71,7 @@ def choose_layers(kind: str | None, plan: Plan) -> tuple[str | None, dict[str, A
                          "it out, or use 'int8', which rounds any checkpoint")
     if kind in ("int8", "int4"):
         weight = kind_of_weight(config.kernels)
-        # Of 4 bits in a checkpoint nothing else is rounded to 4 bits; made-up ones are rounded.
+        # If a checkpoint has 4-bit weights, its others are not rounded to 4 bits; dummy ones are.
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
         in_8 = kind == "int4" and form is None and is_mostly_vocabulary(plan.model_config)
         if in_8:

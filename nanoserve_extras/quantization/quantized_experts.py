@@ -4,15 +4,14 @@
                      weights of the router, and summed for each token
 
 The three matrices of an expert are those of a gated MLP, so they are `QuantisedLinear` layers under
-the checkpoint's own names: rounded when the last tensor of one has come, or kept as a file's own 4
-bits, and shared out to ranks by width. The router stays wide: which experts a token gets is decided
-by small differences.
+the checkpoint's own names: each is rounded when its last tensor has come, or keeps a file's own 4
+bits, and is split among ranks by width. The router is not rounded, because small differences decide
+which experts a token gets.
 
 Invariant: compiled for a CPU, a row's result does not depend on the other rows. There all experts
-are one call (`FusedExperts` in cpu.py); in plain torch each expert that was chosen is a product of
-its own, by a loop of Python's that reads where its rows start. A GPU would wait for that number in
-each layer: its one launch finds it on the device (quantized_triton.py), and can stand in a CUDA
-graph.
+are one call (`FusedExperts` in cpu.py). In plain torch a Python loop multiplies each chosen expert
+and reads where its rows start. A GPU would have to wait for this number in each layer, so there one
+launch finds it on the device (quantized_triton.py), and can be part of a CUDA graph.
 """
 
 from collections.abc import Callable
@@ -25,13 +24,13 @@ from nanoserve.layers import Placement
 from nanoserve.parallel import Slice
 from nanoserve_extras.quantization.quantized_linear import QuantisedLinear
 
-# Tokens that are there once for each of their experts. What is larger a CPU's system maps anew each
-# time; on a GPU each portion reads all weights again.
+# Tokens in a portion, in which each is copied once per expert. On a CPU the system would map larger
+# tensors anew each time; on a GPU each portion reads all weights again.
 PORTIONS = {"cpu": 512, "cuda": 2048}
 
 
 class QuantisedExperts(nn.ModuleDict):
-    """Takes the place of `layers.Experts`. linear: what makes the layer of a packed matrix."""
+    """Replaces `layers.Experts`. linear: makes the layer of a packed matrix."""
 
     def __init__(self, experts: int, hidden_size: int, inner: Slice | int, activation: str,
                  on: Placement, linear: Callable[..., QuantisedLinear]):
@@ -54,7 +53,7 @@ class QuantisedExperts(nn.ModuleDict):
 
     def first_sums(self, hidden: torch.Tensor, weights: torch.Tensor,
                    ids: torch.Tensor) -> torch.Tensor:
-        """`sums`, or the backend's own, which is asked for when all weights are there."""
+        """`sums`, or the backend's own function, which is made when all weights are loaded."""
         fuse, layers = getattr(self.ops, "FusedExperts", None), self["all_gate_up_proj"].layers
         if fuse is None or hidden.dtype == torch.float16 or not hasattr(layers[0].packed, "matrix"):
             return self.sums(hidden, weights, ids)
@@ -74,14 +73,14 @@ class QuantisedExperts(nn.ModuleDict):
 
 
 class Grouped(nn.Module):
-    """The same matrix of all experts, each of which multiplies rows of its own."""
+    """One of the matrices, of all experts. Each expert multiplies its own rows."""
 
     def __init__(self, layers: list[QuantisedLinear]):
         super().__init__()
         self.layers, self.packed = layers, None
 
     def process_weights_after_loading(self) -> None:
-        """Where one launch is to take all matrices, put them one behind the other."""
+        """If one launch multiplies with all matrices, stack them in memory."""
         if self.packed is None and hasattr(self.layers[0].kind, "stacked"):
             self.packed = self.layers[0].kind.stacked([layer.packed for layer in self.layers])
             for layer, memory, heads in zip(

@@ -1,26 +1,26 @@
-"""Products with weights that stay whole numbers: 8 bits by row, or 4 or 8 bits in groups.
+"""Products with weights that are stored as integers: 8 bits by row, or 4 or 8 bits in groups.
 
-A decoding step of one sequence reads every weight once and computes next to nothing with it. So
-the weights' bytes are its time (benchmarks/roofline.py): int8 has half of bfloat16's, and 4 bits
-half of int8's. Neighbours in a row, a *group*, share a scale s, and perhaps a minimum m:
+A decoding step of one sequence reads every weight once and does little arithmetic with it. So its
+time is proportional to the weights' bytes (benchmarks/roofline.py): int8 has half of bfloat16's,
+and 4 bits half of int8's. Neighbours in a row, a *group*, share a scale s, and perhaps a minimum m:
 
     8 bits by row       0.52 -1.30 0.07 ...     s = 1.30 / 127                no m
     kept                  51  -127    7 ...     weight ~ q * s                 within s / 2
     4 bits in groups    0.31 -0.14 0.02 ...     s = (0.31 + 0.14) / 15        m = -0.14
     kept                  15     0    5 ...     weight ~ q * s + m             within s / 2
 
-With s and m in float16, 4 bits take 5 in groups of 32. That is what llama.cpp's files have (Q4_0,
-Q4_1), which are kept to the last bit; finer scales are float32. A zero point z, as GPTQ (Frantar et
-al. 2022) and AWQ (Lin et al. 2023) store it, is the minimum -z * s. Activations are not rounded to
-int8 (W8A16). Weights are rounded *online*: each matrix as soon as its last tensor has come, so at
-no time are there two copies of the model. A rank rounds its own share.
+With s and m in float16 and groups of 32, a weight of 4 bits takes 5. llama.cpp's files have this
+form (Q4_0, Q4_1), and are kept bit by bit; finer scales are float32. A zero point z, as GPTQ
+(Frantar et al. 2022) and AWQ (Lin et al. 2023) store it, is the minimum -z * s. Activations are not
+rounded to int8 (W8A16). Weights are rounded *online*: each matrix as soon as its last tensor has
+come, so there are never two copies of the model. A rank rounds its own share.
 
-A packed weight brings its product along, and there are three kinds: `TorchWeight`, the
-specification; `CpuWeight`, the compiled backend's (quantized_linear.cpp); `TritonWeight`
-(quantized_triton.py). Invariant: they give the same up to the rounding of activations.
+The class of a packed weight has its matrix product, and there are three classes: `TorchWeight`, the
+specification; `CpuWeight`, the compiled backend (quantized_linear.cpp); `TritonWeight`
+(quantized_triton.py). Invariant: their results are equal up to the rounding of activations.
 
-On a CPU torch's own int8 operators were no faster than bfloat16; its operators for 4 bits take
-bfloat16 and zero points of their own.
+The road not taken: on a CPU torch's own int8 operators were no faster than bfloat16, and its 4-bit
+operators need bfloat16 and zero points in their own form.
 """
 
 import ctypes
@@ -44,20 +44,20 @@ from nanoserve_extras.base.device import return_freed_memory
 
 LARGEST = 127  # -128 is not used: a matrix and its negative are rounded alike
 LARGEST_4 = 15
-GROUP = 32  # inputs that share a scale, of 4 bits that are rounded here
-PORTION = 2 ** 20  # numbers that are there in float32 while a matrix is rounded or multiplied
-PANEL = 16  # outputs that stand side by side in quantized_linear.cpp
+GROUP = 32  # inputs that share a scale, if weights are rounded to 4 bits here
+PORTION = 2 ** 20  # numbers in float32 at a time, while a matrix is rounded or multiplied
+PANEL = 16  # outputs side by side in quantized_linear.cpp
 LINE = 8  # inputs of a line of a panel: a group is some of them
 BLOCK = 512  # inputs of a block of activations (quantized_linear.cpp), which groups must divide
-# Where others are rounded to 4 bits, these have 8. A head's rows are tokens. Queries, keys and
-# values are a seventh to a quarter of a layer, and cost a text as much as all the rest does.
+# These have 8 bits if other matrices are rounded to 4. A head's rows are tokens. Queries, keys and
+# values are a seventh to a quarter of a layer, and rounding them harms as much as all the others.
 IN_8_BITS = frozenset(("lm_head", "q_proj", "k_proj", "v_proj", "qkv_proj"))
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix of whole numbers, weight = values * scales + minima. Indexing gives its rows as
-    floats, like a dense matrix's: so it can fill a layer that knows nothing of it.
+    """A matrix of integers, weight = values * scales + minima. Indexing gives rows as floats, like
+    those of a dense matrix, so it can also fill a layer that is not quantised.
     """
 
     values: torch.Tensor  # (outputs, inputs): int8, or uint8 in [0, 15], which 4 bits hold
@@ -77,7 +77,7 @@ class Quantised:
 
     @property
     def by_row(self) -> bool:
-        """Whether this is `round_rows`' kind."""
+        """Whether each row has one scale and no minimum, as `round_rows` makes it."""
         return self.bits == 8 and self.minima is None and self.scales.shape[1] == 1
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Quantised:
         return wide if self.minima is None else wide.add_(of_inputs(self.minima))
 
     def regrouped(self, size: int) -> "Quantised":
-        """In smaller groups, each with the scale of its old group. size: a divisor."""
+        """The matrix in smaller groups, each with its old group's scale. size: a divisor."""
         count = -(-self.shape[1] // size)
         times = self.size // size if self.scales.shape[1] > 1 else count  # one is for all inputs
         return replace(self, size=size, **{
@@ -122,8 +122,8 @@ class Quantised:
                          None if here.minima is None else here.minima[mine, groups], here.size)
 
     def heads(self) -> torch.Tensor:
-        """What is kept of each group: its scale, float32 (outputs, groups, 1), or its scale and
-        its minimum, (outputs, groups, 2)."""
+        """Each group's head: its scale, float32 (outputs, groups, 1), or its scale and its minimum,
+        (outputs, groups, 2)."""
         return torch.stack([self.scales] if self.minima is None else [self.scales, self.minima], 2)
 
     def pairs(self) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Quantised:
 
 def with_minima(values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor,
                 size: int) -> Quantised:
-    """scales and minima in float32, which become float16 where that says the same."""
+    """Make a `Quantised`. Scales and minima in float32 become float16 if no bit is lost."""
     narrow = scales.half(), minima.half()
     if torch.equal(narrow[0].float(), scales) and torch.equal(narrow[1].float(), minima):
         scales, minima = narrow
@@ -142,8 +142,8 @@ def with_minima(values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
 
 
 def join(pieces: list[Quantised]) -> Quantised | None:
-    """One below the other, in groups that suit all of them: 64 and 48 become 16; 4 bits beside 8
-    become 8. None where no such size is a multiple of `LINE` and divides `BLOCK`."""
+    """Stack matrices by rows, in groups that suit all of them: 64 and 48 become 16; 4 bits beside 8
+    become 8. None if no such size is a multiple of `LINE` and divides `BLOCK`."""
     inputs = size = pieces[0].shape[1]
     if not all(one.by_row for one in pieces):
         size = gcd(BLOCK, *(one.size for one in pieces if one.scales.shape[1] > 1))
@@ -175,7 +175,8 @@ def round_rows(weight: torch.Tensor) -> Quantised:
 
 def round_groups(weight: torch.Tensor, size: int = GROUP,
                  heads: torch.dtype = torch.float16) -> Quantised:
-    """weight (outputs, inputs) to the nearest of 16 numbers. heads: of scales and minima."""
+    """Round weight (outputs, inputs) to 16 levels per group. heads: the dtype of scales and minima.
+    """
     inputs = weight.shape[1]
     last = weight[:, -1:].expand(-1, -inputs % size)  # again, to fill the last group
     wide = torch.cat([weight, last], 1).float().unflatten(1, (-1, size))
@@ -188,14 +189,14 @@ def round_groups(weight: torch.Tensor, size: int = GROUP,
 
 
 def heads_for(weight: torch.Tensor) -> torch.dtype:
-    """float16, unless numbers are too large for it, or all of them so small that it says their
-    scales with few bits."""
+    """The dtype of heads: float16, unless weights are too large for it, or so small that their
+    scales would be subnormal."""
     largest = float(torch.stack(weight.aminmax()).abs().max()) if weight.numel() else 1
     return torch.float16 if 2 ** -7 <= largest <= 2 ** 15 else torch.float32
 
 
 def at_least_tiny(scales: torch.Tensor) -> torch.Tensor:
-    """To divide by, also where all numbers are zeros."""
+    """Scales that are safe to divide by, also if all numbers are zeros."""
     return scales.clamp(min=torch.finfo(torch.float32).tiny)
 
 
@@ -206,8 +207,8 @@ def portions(rows: int, columns: int) -> list[slice]:
 
 
 def in_portions(whole: torch.Tensor | Quantised, size: int) -> Iterator[tuple[slice, Quantised]]:
-    """Rows, and what they become, so that neither their floats nor whole numbers of a byte each are
-    there for all of a matrix that is rounded. size: see `TorchWeight.of`."""
+    """Slices of rows with their quantised form, so that a matrix is never in memory as a whole as
+    floats, or as one byte a number, while it is rounded. size: see `TorchWeight.of`."""
     heads = heads_for(whole) if size and not isinstance(whole, Quantised) else None
     for rows in portions(*whole.shape):
         if isinstance(whole, Quantised):
@@ -221,7 +222,7 @@ def in_portions(whole: torch.Tensor | Quantised, size: int) -> Iterator[tuple[sl
 
 
 class TorchWeight(NamedTuple):
-    """Row by row: the specification of the product, on any device."""
+    """A weight stored row by row: the specification of the product, on any device."""
 
     memory: torch.Tensor  # (outputs, inputs) int8, or `pairs` (outputs, inputs / 2) uint8
     heads: torch.Tensor  # (outputs, groups, 1 or 2)
@@ -263,7 +264,7 @@ class TorchWeight(NamedTuple):
 
 
 def meant(numbers: torch.Tensor, heads: torch.Tensor, size: int, inputs: int) -> torch.Tensor:
-    """(n, inputs), in float32, of what `TorchWeight` keeps of n rows."""
+    """The weights, (n, inputs) in float32, of n rows as `TorchWeight` stores them."""
     if numbers.dtype == torch.uint8:
         numbers = unpaired(numbers)[:, :inputs]
     scales, *minima = heads.unbind(2)
@@ -276,9 +277,9 @@ def unpaired(pairs: torch.Tensor) -> torch.Tensor:
 
 
 class CpuWeight(NamedTuple):
-    """The order of quantized_linear.cpp, in panels of 16 outputs. A panel has its groups one behind
-    the other: the head, then the numbers. 4 bits: words of 8 inputs, (size / 8, 16). 8 bits: pairs
-    of them, (size / 2, 16, 2)."""
+    """A weight in the layout of quantized_linear.cpp, in panels of 16 outputs. A panel is a row of
+    groups: each group is its head, then its numbers. 4 bits: words of 8 inputs, (size / 8, 16). 8
+    bits: pairs of inputs, (size / 2, 16, 2)."""
 
     memory: torch.Tensor  # (panels, bytes) int8
     bits: int
@@ -347,7 +348,7 @@ class CpuWeight(NamedTuple):
 
     @property
     def floats(self) -> int:
-        """Numbers of float32 in a head, see `Groups` in quantized_linear.cpp."""
+        """How many float32 numbers a head has, see `Groups` in quantized_linear.cpp."""
         return self.count if self.head == torch.float32 else 0
 
     def matrix(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Matrix:
@@ -359,8 +360,8 @@ class CpuWeight(NamedTuple):
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
-    """(..., inputs) uint8 -> (..., inputs / 8) int32. Input i of eight is in the low half where it
-    is even, and the (i // 2)th of its half."""
+    """(..., inputs) uint8 -> (..., inputs / 8) int32. Input i of eight is nibble i // 2 of the low
+    half if it is even, of the high half if it is odd."""
     words = values.new_zeros(*values.shape[:-1], values.shape[-1] // LINE, dtype=torch.int32)
     for i in range(LINE):
         words |= values[..., i::LINE].int() << 16 * (i % 2) + 4 * (i // 2)
@@ -388,12 +389,12 @@ OPS = SimpleNamespace(
 class QuantisedLinear(Linear):
     """A `Linear` whose weight is packed as soon as its last tensor has come.
 
-    A checkpoint's own numbers are kept. They become 8 bits by row where they don't fit: where a
-    group's inputs are no neighbours ("act-order"), where 8 does not divide the size of groups, and
-    where q has them beside a k or v that came dense, since all three are one product here.
+    A checkpoint's own numbers are kept. They become 8 bits by row in three cases: a group's inputs
+    are not adjacent ("act-order"); 8 does not divide the size of groups; q is quantised but k or v
+    is dense, since all three are one product here.
 
-    kind: of packed weights. size: inputs of a group of 4 bits to which floats are rounded, or 0 for
-    8 bits by row, as matrices named in `in_8_bits` always are.
+    kind: the class of packed weights. size: the inputs of a group, if floats are rounded to 4 bits;
+    0: 8 bits by row, as always for matrices in `in_8_bits`.
     """
 
     def __init__(self, inputs: Slice | int, matrices: dict[str, Slice | int], bias: bool,
@@ -435,8 +436,8 @@ class QuantisedLinear(Linear):
 
 
 class QuantisedEmbedding(Embedding):
-    """Where it is the LM head, too, it is packed by `kind`: a checkpoint's own numbers, or rows
-    that are rounded. Otherwise it is as wide as the others."""
+    """An embedding. If it is the LM head, too, it is packed by `kind`: a checkpoint's own numbers,
+    or rounded rows. Otherwise it is not rounded."""
 
     def __init__(self, tokens: Slice, hidden_size: int, on: Placement, tied: bool = False, *,
                  kind: type):

@@ -4,21 +4,21 @@
     in groups    y[m, n] =  sum over k of x[m, k] * (q[n, k] * s[n, g] + m[n, g]) + b[n]
                             where g = k // size is the group of input k
 
-They lie as in `TorchWeight`, 4 bits so (groups of 32, scales and minima of 16 bits):
+The layout is that of `TorchWeight`; for 4 bits (groups of 32, scales and minima of 16 bits):
 
     memory    byte 0   byte 1        byte 15 | byte 16           heads   word 0 | word 1
               q1 q0    q3 q2   ...   q31 q30 | q33 q32 ...               m  s   | m  s
 
-Few rows wait for memory. One program makes a tile of M rows and N outputs. It walks along the
-inputs, K at a time, and a tile of the weight becomes a matrix of x's dtype only between its load
-and the tensor cores. With many rows each tile of rows would do that anew. So the whole matrix is
-restored once, into memory that the next layer takes again, and multiplied by torch. A mixture's
-experts lie one behind the other, and each tile of rows is one expert's: all experts' matrices
-restored would be the layer in 16 bits.
+Few rows are bound by memory. One program computes a tile of M rows and N outputs. It loops over
+the inputs, K at a time, and converts a tile of the weight to x's dtype only between its
+load and the tensor cores. With many rows each tile of rows would convert it again. So the whole
+matrix is converted once, into memory that the next layer reuses, and multiplied by torch. The
+experts of a mixture are stacked, and each tile of rows belongs to one expert: converting all
+experts would need the memory of the layer in 16 bits.
 
-Invariant: a launch depends on shapes alone, so a CUDA graph of it stays true; sums are float32 and
-have a fixed order. Confessed: 1,024 outputs are 32 programs, fewer than a GPU has multiprocessors;
-docs/devices.md has what an H200 needs for a step.
+Invariant: a launch depends on shapes only, so a CUDA graph of it stays valid; sums are float32 and
+have a fixed order. Known limit: 1,024 outputs are 32 programs, fewer than a GPU's multiprocessors;
+docs/devices.md has the times of steps on an H200.
 """
 
 from math import gcd
@@ -33,12 +33,12 @@ from nanoserve import triton_fused as kernels_fused
 from nanoserve.triton_fused import tile_of_expert
 from nanoserve_extras.quantization.quantized_linear import TorchWeight
 
-# By `table_line` and the most rows of a tile; from the compiled code alone (benchmarks/kernels.py,
-# docs/log). Up to 16 rows wait for memory: long pieces of few outputs, loads of 128 bits. With
-# more rows there is more to compute: Hopper's wgmma starts at 64. A100's lines stay below the 99 KB
-# of smaller cards. float32 is for checks: without tensor cores, sums take registers. So they do on
-# Turing, which restores the matrix from 17 rows on, but not experts'. Sizes that 32 (inputs) or 16
-# (outputs) does not divide have narrow loads and may spill.
+# Launches by `table_line` and the most rows of a tile, chosen by the compiled code alone
+# (benchmarks/kernels.py, docs/log). Up to 16 rows are bound by memory: long pieces of few outputs,
+# loads of 128 bits. More rows need more arithmetic: Hopper's wgmma starts at 64. A100's lines stay
+# below the 99 KB of smaller cards. float32 is for checks: without tensor cores, sums take
+# registers. This is also so on Turing, which converts the matrix from 17 rows on, except for
+# experts. Sizes that 32 (inputs) or 16 (outputs) does not divide have narrow loads and may spill.
 LAUNCHES = {
     ("sm_75", 16): dict(M=16, N=32, K=64, num_warps=4, num_stages=1),
     ("sm_80", 16): dict(M=16, N=32, K=256, num_warps=4, num_stages=4),
@@ -47,12 +47,12 @@ LAUNCHES = {
     ("sm_90", 64): dict(M=64, N=64, K=64, num_warps=4, num_stages=4),
 }
 FLOAT32 = dict(M=16, N=32, K=32, num_warps=4, num_stages=3)
-FEW = 64  # rows that are multiplied with the numbers as they lie
+FEW = 64  # up to so many rows the packed numbers are multiplied directly
 RESTORED = dict(N=4, K=1024, num_warps=4)  # a program's part of a matrix that is restored
 
 
 class TritonWeight(TorchWeight):
-    """Multiplied as it is."""
+    """A weight in the layout of `TorchWeight`, multiplied by a Triton kernel."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None,
                out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -64,8 +64,8 @@ class TritonWeight(TorchWeight):
 
     @classmethod
     def stacked(cls, weights: list["TritonWeight"]) -> "TritonWeight":
-        """Those of experts, for `grouped`: memory and heads are (experts, outputs, ...). They are
-        alike: where a file has other groups for some, all become 8 bits by row."""
+        """Stack the weights of experts for `grouped`: memory and heads are (experts, outputs, ...).
+        If a file has other groups for some experts, all become 8 bits by row."""
         if len({(one.size, one.memory.dtype) for one in weights}) > 1:
             weights = [cls.of(one.rows(slice(None))) if one.size else one for one in weights]
         heads = [one.heads for one in weights]
@@ -88,7 +88,7 @@ class TritonWeight(TorchWeight):
         out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
         # 100 rows, 16 experts, tiles of 16: at most 15 with a single row, and 6 for the other 85.
         tiles = (rows + min(num_experts, rows) * (launch["M"] - 1)) // launch["M"]
-        # Programs that are neighbours have other rows and the same weights, which are read once.
+        # Neighbouring programs have other rows and the same weights, which are so read once.
         _linear_kernel[tiles, triton.cdiv(outputs, launch["N"])](
             x.contiguous(), self.memory, self.words(), bias, out, starts, num_experts, rows,
             outputs, inputs, self.memory.stride(-2), **self.layout(launch["K"]),
@@ -100,7 +100,7 @@ class TritonWeight(TorchWeight):
         return self.heads.view(torch.int32) if self.heads.dtype == torch.float16 else self.heads
 
     def layout(self, K: int) -> dict[str, int]:
-        """What a kernel knows of it when it is compiled. K: inputs of a tile."""
+        """The kernel's compile-time constants for this weight. K: inputs of a tile."""
         return dict(SIZE=self.size, PART=gcd(self.size, K), WORDS=self.words().shape[-1],
                     IS_4=self.memory.dtype == torch.uint8)
 
@@ -115,8 +115,8 @@ class TritonWeight(TorchWeight):
 
 
 def launch_for(x: torch.Tensor, rows: int) -> dict | None:
-    """The lowest tile that takes all of a few rows, None for more. In a graph the rows are its
-    bucket."""
+    """The launch with the lowest tile that holds all of a few rows; None for more rows. In a graph
+    `rows` is its bucket."""
     if rows > FEW:
         return None
     if x.dtype == torch.float32:
@@ -131,8 +131,8 @@ def _numbers(memory, heads, start, is_output, inputs, stride, SIZE: tl.constexpr
     """A tile (N, K) of the weight: in groups in float32; by row the int8 without its scale.
 
     memory, heads: (N, 1), where the rows begin. PART: neighbours in a tile of K inputs that share
-    a group, whose size it divides. WORDS: of a group's head. Where an input is masked there may be
-    its group's minimum, which x must multiply by 0.
+    a group; it divides the group's size. WORDS: the words of a group's head. A masked input may
+    have its group's minimum as weight, so x must be 0 there.
     """
     k = start + tl.arange(0, K)[None, :]
     if IS_4:
@@ -179,7 +179,7 @@ def _restore_kernel(memory, heads, out, outputs, inputs, stride, SIZE: tl.conste
 
 @triton.jit
 def _head_words(inputs, SIZE: tl.constexpr, WORDS: tl.constexpr):
-    """Of a row."""
+    """The words of a row's heads."""
     return tl.cdiv(inputs, SIZE) * WORDS if SIZE else 1
 
 

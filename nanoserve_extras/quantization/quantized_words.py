@@ -1,18 +1,18 @@
-"""int8 and 4 bits in an order in which a step of one to four rows need not exchange them on a GPU.
+"""int8 and 4 bits in an order in which a GPU's threads need not exchange them, for up to four rows.
 
 A thread loads 16 bytes, four words. If neighbours in a word are neighbours in the row, as in
-quantized_triton.py, they must change threads, because a word's numbers meet x where other threads
-have it. Here a number meets x in the thread that has loaded both:
+quantized_triton.py, they must be moved to other threads, which have loaded their inputs of x. In
+the order here a thread loads both a number and its input:
 
     4 bits   32 inputs are 4 words; nibble i of word j is input 4 i + j       x: 4 inputs a load
     8 bits   16 inputs are 4 words; byte i of word j is input 4 i + j
 
-Nor is a number converted: q | 0x4B000000 is the float 2^23 + q, and a nibble stays in its place,
-where it is q * 16^place, and x is divided by 16^place. About 5 instructions a weight are left of
-12. More rows take the kernels of quantized_triton.py, with the columns of x in the same order.
+Numbers are not converted either: q | 0x4B000000 is the float 2^23 + q. A nibble stays in its place,
+where it means q * 16^place, and x is divided by 16^place. A weight takes about 5 instructions
+instead of 12. More rows use the kernels of quantized_triton.py, with the columns of x reordered.
 
-Invariant: numbers and heads are those of `TritonWeight`, in another order within a group; where
-that does not fit a row, nothing changes. **Off until a GPU has shown that it is faster**:
+Invariant: numbers and heads are those of `TritonWeight`, in another order within a group; if a row
+does not fit this order, it is not changed. **Off until a GPU has shown that it is faster**:
 NANOSERVE_WORDS=1 turns it on. No GPU has run it yet.
 """
 
@@ -34,7 +34,7 @@ BIAS = tl.constexpr(8388608.0)  # 2^23
 
 
 class WordWeight(TritonWeight):
-    """Its numbers lie in words."""
+    """A `TritonWeight` whose numbers are in the order above."""
 
     @classmethod
     def of(cls, whole, size: int = 0, device: torch.device | None = None) -> "WordWeight":
@@ -67,7 +67,7 @@ class WordWeight(TritonWeight):
         return super().grouped(self.in_order(x), starts)
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """The columns of x as the weight's numbers lie."""
+        """The columns of x in the order of the weight's numbers."""
         return x[:, order_of(self.bits, self.inputs, x.device)] if self.fits else x
 
     def few_rows(self, x: torch.Tensor, bias: torch.Tensor | None,
@@ -87,7 +87,7 @@ class WordWeight(TritonWeight):
 
 @cache
 def order_of(bits: int, inputs: int, device: torch.device) -> torch.Tensor:
-    """Which input each number is, as they lie in memory. In 8 bits: 0 4 8 12 1 5 9 13 ..."""
+    """The input of each number, in the order of memory. In 8 bits: 0 4 8 12 1 5 9 13 ..."""
     per_word = 32 // bits
     in_group = torch.arange(4 * per_word).view(per_word, 4).T.flatten()
     starts = torch.arange(0, inputs, 4 * per_word)
