@@ -1,6 +1,6 @@
-"""Who guesses the next tokens: looked up in texts, or written by a small network (speculative.py).
+"""Methods that draft the next tokens: by looking them up, or with a small network (speculative.py).
 
-    ngram         the last few tokens were there before, so what followed them may follow again
+    ngram         the last few tokens occurred before, and the tokens after them may come again
                   (Saxena 2023, "Prompt Lookup Decoding"): a dict look-up, no second network
     suffix        the same in all texts of the engine, earlier answers too, by longer matches; a
                   draft is as long as its match (Oliaro et al. 2024, "SuffixDecoding")
@@ -8,12 +8,13 @@
                   the same blocks, so chunks, prefix hits and preemption serve both networks
     eagle3, mtp   a head of one layer reads the model's hidden states (hidden_drafts.py)
 
-A method is a class of the shape of `Guesser`. It is asked for guesses of one sequence (`propose`)
-when a step is scheduled; one that needs the device fills them in, for all rows together (`fill`):
+A method is a class with the interface of `Guesser`. When a step is scheduled it is asked for the
+drafts of one sequence (`propose`). A method that needs the device returns placeholders, and fills
+them in for all rows together (`fill`):
 
     schedule ──► propose: [3, 1, 2] or [?, ?, ?] ──► fill: ? by the device ──► launch ──► checked
 
-Invariant: a wrong guess costs time, and no token.
+Invariant: a wrong guess costs time, and changes no token.
 """
 
 from collections.abc import Iterable
@@ -32,11 +33,11 @@ from nanoserve_extras.base.facts import Fact
 from nanoserve_extras.base.plan import Plan
 from nanoserve_extras.base.runner import Runner
 
-DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
-UNKNOWN = -1  # in the place of a draft that the small network has not made yet
+DEFAULT_LOOKUP = 5  # tokens, if neither bound is given; as in vLLM
+UNKNOWN = -1  # stands for a draft that the small network has not made yet
 SUFFIXES = (16, 8, 5, 4, 3)  # tokens that method "suffix" compares, the longest match first
-MOST_NGRAMS = 2 ** 18  # some 50,000 tokens' or 100 MB; then all are forgotten
-LONGEST_REST = 32  # tokens that a sequence decodes plainly, at most, after its guesses were wrong
+MOST_NGRAMS = 2 ** 18  # of some 50,000 tokens, 100 MB; then all are forgotten
+LONGEST_REST = 32  # the most tokens that a sequence decodes without drafts after wrong ones
 
 
 class Guesser(Protocol):
@@ -44,18 +45,19 @@ class Guesser(Protocol):
     function that it inherits does nothing."""
 
     keys: tuple[str, ...]  # in `speculative_config`, beside `method` and the number
-    # A draft may stand behind the position at which a cache forgets.
+    # A draft may be beyond the position at which a cache forgets keys.
     needs: frozenset[Fact] = frozenset([Fact.GENERATES, Fact.ALL_KEYS])
     ends: frozenset[Fact] = frozenset()
 
     @classmethod
     def prepare(cls, asked: dict, plan: Plan) -> Plan:
-        """Fill into `asked` what was left out, and say what the runner needs. Raises `ValueError`
-        with the remedy."""
+        """Fill in the options that `asked` leaves out, and add to the plan what the runner needs.
+        Raises a `ValueError` with the remedy."""
         return plan
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Up to `most` guesses of what follows `seq.token_ids`; `UNKNOWN` where `fill` will say."""
+        """Up to `most` guesses of the tokens after `seq.token_ids`; `UNKNOWN` if `fill` makes them.
+        """
 
     def fill(self, step: Step) -> None:
         """The step is about to be launched: put tokens into `step.drafts` for each `UNKNOWN`."""
@@ -64,26 +66,26 @@ class Guesser(Protocol):
         """A step has finished, one without drafts, too."""
 
     def checked(self, seq: Sequence, num_right: int) -> None:
-        """So many of the drafts that `propose` gave were right."""
+        """`num_right` of the drafts from `propose` were right."""
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended."""
 
 
 class NgramIndex:
-    """Where each n-gram of one sequence was last seen, kept up to date token by token; and how the
-    sequence has fared with its guesses. sizes: of n-grams, the longest first. follows: from n-gram
-    to text and the position behind it; several sequences may share it."""
+    """Where each n-gram of one sequence was last seen, kept up to date token by token, and how many
+    of the sequence's guesses were wrong. sizes: the lengths of n-grams, the longest first. follows:
+    from n-gram to a text and the position after it; several sequences may share it."""
 
     def __init__(self, sizes: Iterable[int], follows: dict[tuple[int, ...], tuple[list[int], int]]):
         self.sizes, self.follows = sizes, follows
-        self.num_read = 0  # positions whose n-grams, all that end before them, are entered
+        self.num_read = 0  # all n-grams that end before this position are entered
         self.num_misses = 0  # in a row
         self.rests_until = 0  # no guess before it has so many tokens
 
     def find(self, token_ids: list[int]) -> tuple[list[int], int, int] | None:
-        """The longest n-gram that `token_ids` ends with and that was there before: the text, the
-        position behind it, n. O(what is new) a call, and so O(the text) altogether."""
+        """The longest n-gram at the end of `token_ids` that occurred before: the text, the position
+        after it, n. A call costs O(new tokens), so all calls together O(text)."""
         for position in range(max(self.num_read, 1), len(token_ids)):
             for n in self.sizes:
                 if n <= position:
@@ -96,9 +98,9 @@ class NgramIndex:
 
 
 class NgramGuesser(Guesser):
-    """Copies what followed the last time. After wrong drafts a sequence gets none for 1, 2, 4, ...
-    tokens: text that does not repeat itself should cost as much as without drafts. (Tried: a single
-    draft after such a pause, and not all of them. It took two steps more for the greedy text of
+    """Copies the tokens that followed the last time. After wrong drafts a sequence gets none for 1,
+    2, 4, ... tokens, so that text without repetitions costs as much as without drafts. (Tried: a
+    single draft after such a pause instead of all. It took two steps more for the greedy text of
     benchmarks/speculative.py, and saved none for the drawn one.)"""
 
     keys = ("prompt_lookup_max", "prompt_lookup_min")
@@ -106,7 +108,7 @@ class NgramGuesser(Guesser):
     @classmethod
     def prepare(cls, asked: dict, plan: Plan) -> Plan:
         longest, shortest = (asked.get(key) for key in cls.keys)
-        longest = longest or shortest or DEFAULT_LOOKUP  # one given is both
+        longest = longest or shortest or DEFAULT_LOOKUP  # one bound stands for both
         shortest = shortest or longest
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} is above prompt_lookup_max={longest}: "
@@ -127,7 +129,7 @@ class NgramGuesser(Guesser):
         return self.num_drafts
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Up to `most` tokens, none where nothing is found.
+        """Up to `most` tokens; none if nothing is found.
 
         At the end of the text the copy goes on with its own first tokens, as in LZ77: after "ha ha
         ha" the match is one "ha" back, and five more can be copied from there.
@@ -155,15 +157,15 @@ class NgramGuesser(Guesser):
 
 
 class SuffixGuesser(NgramGuesser):
-    """Looks into all texts that the engine has written or read: one dict for all. (A tree of
-    suffixes finds a match of any length and can count what follows. A few lengths are found by a
-    look-up each; the longest one stands for all beyond it.)"""
+    """Looks into all texts that the engine has written or read, through one dict. (A suffix tree
+    would find a match of any length, and could count continuations. Here a few lengths take one
+    look-up each, and the longest one stands for all longer matches.)"""
 
     keys = ()
 
     @classmethod
     def prepare(cls, asked: dict, plan: Plan) -> Plan:
-        """Nothing can be left out."""
+        """There are no options to fill in."""
         return plan
 
     def __init__(self, asked: dict, engine: LLMEngine | None = None):
@@ -191,7 +193,8 @@ class ModelGuesser(Guesser):
 
     @classmethod
     def prepare(cls, asked: dict, plan: Plan) -> Plan:
-        """Both networks must have one vocabulary: otherwise drafts are wrong, slow but no error."""
+        """Load the draft model's config. Both networks must have the same vocabulary: otherwise all
+        drafts would be wrong, which is slow and raises no error."""
         config, tokenizer, vocab_size = plan.config, plan.tokenizer, plan.model_config.vocab_size
         if asked.get("model") is None:
             raise ValueError("model is missing: name a small model with the same vocabulary (a "
@@ -238,16 +241,16 @@ class ModelGuesser(Guesser):
         """Put the guesses into `step.drafts`.
 
         First the small network computes the tokens that the model is about to compute, so that
-        every block has its KV, too. Behind the prompt it begins one token earlier: the last draft
-        of the step before was never its input, so if that draft was right, its KV is missing.
+        every block has its KV, too. After the prompt it begins one token earlier: the last draft of
+        the step before was never its input, so if that draft was right, its KV is missing.
 
             known     .. 17 18          model        18 [19 20 21]
             first     17 18 -> 19       second       19 -> 20         third   20 -> 21
 
         Drafts that are known already (a grammar forces them: structured.py) are only its input.
 
-        Known limit: if the sequence then ends, is preempted, or decodes with no budget left, that
-        KV stays missing, and a sequence that reuses the block gets worse drafts there.
+        Known limit: if the sequence then ends, is preempted, or decodes with no budget left, this
+        token's KV stays missing, and a sequence that reuses the block gets worse drafts there.
         """
         known = {seq: drafts for seq, drafts in step.drafts.items() if UNKNOWN not in drafts}
         asked = [seq for seq in step.drafts if seq not in known]
@@ -260,7 +263,7 @@ class ModelGuesser(Guesser):
             num_given = 1 if guesses else num_new
             earlier = guesses or (spare > 0 and (
                 seq in known or num_new == 1 and start >= seq.num_prompt_tokens))
-            spare -= earlier and not guesses  # this one takes a draft's place in the budget
+            spare -= earlier and not guesses  # it takes a draft's place in the budget
             first.num_new_tokens[seq] = num_given + earlier
             first.starts.append(start - earlier)
         write_drafts(self.runner, step, first)
@@ -268,9 +271,10 @@ class ModelGuesser(Guesser):
 
 def write_drafts(runner: Runner, step: Step, first: Step) -> None:
     """Launch `first`, whose samples are the first drafts, then a step for each further draft, and
-    put all of them into `step.drafts`. Graphs are of steps with a sample for each token: the last
-    row samples once more for each that has none, unless these are a prompt's. Not where rows have a
-    token each: there a graph takes each for its own row's."""
+    put all of them into `step.drafts`. Graphs are recorded for steps with a sample for each token,
+    so the last row samples once more for each token without a sample, unless these belong to a
+    prompt. This is not done if each row has one token: such a graph assigns each token to its row.
+    """
     asked, num_rows = first.sampling, len(first.num_new_tokens)
     more = first.num_tokens - len(first.samples())
     if runner.graphs is not None and first.num_tokens > num_rows and (
@@ -289,6 +293,6 @@ def write_drafts(runner: Runner, step: Step, first: Step) -> None:
 
 
 def _vocabulary(tokenizer) -> dict[str, int]:
-    """Without what was added for chats: those differ within a family, and do no harm."""
+    """The vocabulary without tokens added for chats, which differ within a family harmlessly."""
     added = tokenizer.get_added_vocab()
     return {token: i for token, i in tokenizer.get_vocab().items() if token not in added}

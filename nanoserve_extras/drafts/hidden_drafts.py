@@ -1,8 +1,8 @@
-"""Drafts from what the model was thinking: a small head reads its hidden states (EAGLE-3, MTP).
+"""Drafts from the model's hidden states, by a small head that reads them (EAGLE-3, MTP).
 
-A model's hidden states hold more of the next tokens than its last one shows. So a head of one layer
-reads them: from three of the model's layers, as trained, side by side (Li et al. 2025, "EAGLE-3").
-At position t it sees the model's states there and the token behind, and guesses the one after:
+A model's hidden states tell more about the next tokens than its last token does. So a head of one
+layer reads them: those of three of the model's layers, concatenated (Li et al. 2025, "EAGLE-3"). At
+position t it reads the model's states there and the token at t + 1, and guesses the token at t + 2:
 
     position           0     1     2     3         the model has computed 0..3, and sampled x4
     model's states    h0    h1    h2    h3  ┐
@@ -10,13 +10,13 @@ At position t it sees the model's states there and the token behind, and guesses
                                           its own:  g3, d5 ──► g4 ──► d6   the second
 
 The head is network 1 of the engine, with one more KV layer in the same blocks, so chunks, prefix
-hits and preemption need no case of their own. It is run when the next step is planned, once for all
-tokens that the last step has computed, and then once for each further draft. Some checkpoints bring
-such a head for themselves (`OwnHead`; of transformers' networks: hidden_drafts_foreign.py).
+hits and preemption need no special case. It runs when the next step is planned, once for all tokens
+that the last step has computed, and then once for each further draft. Some checkpoints contain such
+a head (`OwnHead`; for networks of transformers: hidden_drafts_foreign.py).
 
 Invariant: no token changes, as with any drafts (speculative.py). Known limits: heads of one layer,
-and no trees; in a block that others find, the last token's KV saw the token that was behind it
-then, so a draft there may be worse.
+and no trees. The KV of a block's last token depends on the token that followed it, so a sequence
+that reuses the block and goes on otherwise may get a worse draft there.
 """
 
 import re
@@ -48,7 +48,7 @@ from nanoserve_extras.drafts.hidden_taps import Head, LastTap, LayerTaps, States
 HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3LLamaForCausalLM")
 VARIANTS = ("fc_norm", "norm_before_fc", "norm_output")  # heads with these are not known here
 OWN = "model.mtp_layers.0."  # a checkpoint's own head
-OURS = {"MiMoForCausalLM": "num_nextn_predict_layers"}  # and what says how many layers it has
+OURS = {"MiMoForCausalLM": "num_nextn_predict_layers"}  # the entry with its number of layers
 FOREIGN = {f"Qwen3_5{kind}For{task}": "mtp_num_hidden_layers" for kind in ("", "Moe")
            for task in ("CausalLM", "ConditionalGeneration")}
 BLOCK = r"^(?=self_attn|mlp|input_layernorm|post_attention_layernorm)"  # the parts of a layer
@@ -58,7 +58,7 @@ BLOCK = r"^(?=self_attn|mlp|input_layernorm|post_attention_layernorm)"  # the pa
 
 
 class HeadLayer(nn.Module):
-    """A decoder's layer whose attention reads two vectors side by side."""
+    """A decoder's layer whose attention reads two concatenated vectors."""
 
     def __init__(self, config: ModelConfig, on: Placement, norms_first: bool):
         super().__init__()
@@ -81,7 +81,7 @@ class HeadLayer(nn.Module):
 
 
 class EagleHead(Head):
-    """Names are the checkpoints'. model: whose states it reads."""
+    """EAGLE-3's head. Names are those of checkpoints. model: the network whose states it reads."""
 
     def __init__(self, entries: dict, asked: EngineConfig, model: ModelConfig, on: Placement):
         # Its layer is Llama's, whatever the model is.
@@ -110,7 +110,7 @@ class EagleHead(Head):
         return self.midlayer(embedded, states, self.rotary(positions), kv_cache[0], batch, wanted)
 
     def compute_logits(self, hidden: States) -> torch.Tensor | None:
-        """Over the model's vocabulary. A head knows the frequent tokens alone."""
+        """Logits over the model's vocabulary. A head has the frequent tokens only."""
         logits = self.ranks.gather(self.lm_head.logits(self.norm(hidden)), self.size)
         if logits is None or self.size == self.config.vocab_size:
             return logits
@@ -118,8 +118,8 @@ class EagleHead(Head):
         return every.index_copy_(1, self.targets, logits)
 
     def renamed(self, tensors: Tensors) -> Tensors:
-        """Its tensors by one name; the map of its vocabulary goes to `targets`. The embedding is
-        the model's, of which a head may bring a copy."""
+        """The head's tensors under our names; the map of its vocabulary goes to `targets`. A head's
+        own copy of the model's embedding is left out."""
         for file, name, tensor in tensors:
             if name == "d2t":  # how much larger the model's id is
                 self.targets += tensor.to(self.targets)
@@ -128,9 +128,9 @@ class EagleHead(Head):
 
 
 class OwnHead(Head):
-    """The head that a checkpoint brings for itself, as MiMo has it ("multi-token prediction"): one
-    more decoder layer, which reads the stream behind the last one and ends in the model's LM head.
-    Its second draft reads what the LM head read for the first."""
+    """The head in the model's own checkpoint, as MiMo has it ("multi-token prediction"): one more
+    decoder layer, which reads the last layer's output and ends in the model's LM head. Its second
+    draft reads the state that the LM head read for the first."""
 
     def __init__(self, config: ModelConfig, asked: EngineConfig, on: Placement):
         super().__init__(config, asked, on)
@@ -158,9 +158,9 @@ class OwnHead(Head):
 
 
 def from_speculators(name: str, entries: dict) -> dict:
-    """The entries of a head in the format of speculators, as EAGLE-3 itself has them: those of its
-    layer lie within, and its tensors have the same names. Raises `ValueError` for what is more than
-    names."""
+    """The entries of a head in speculators' format, converted to EAGLE-3's: the entries of its
+    layer are nested, and its tensors have the same names. Raises `ValueError` for settings that
+    EAGLE-3 lacks."""
     for entry, rights in (("speculators_model_type", ["eagle3"]), ("embed_requires_grad", [
             False, None]), ("norm_before_residual", [True, False])):
         if entries.get(entry) not in rights:
@@ -172,7 +172,7 @@ def from_speculators(name: str, entries: dict) -> dict:
 
 
 def tapped(entries: dict, num_layers: int) -> list[int]:
-    """In front of which layers the model's states are read."""
+    """The layers before which the model's states are read."""
     named = entries.get("eagle_config") or entries
     return sorted(named.get("eagle_aux_hidden_state_layer_ids")
                   or (2, num_layers // 2, num_layers - 3))
@@ -180,7 +180,7 @@ def tapped(entries: dict, num_layers: int) -> list[int]:
 
 def make_head(config: EngineConfig, new: Callable[[Placement], Head], folder: Path,
               on: Placement) -> Head:
-    """With the weights in a folder: a head's own, or the model's, beside whose layers it lies."""
+    """Load a head's weights from a folder: its own, or the model's, which contains it."""
     head = new(on=on)
     if config.load_format == "dummy":
         load_dummy_weights(head, config.seed)
@@ -191,13 +191,14 @@ def make_head(config: EngineConfig, new: Callable[[Placement], Head], folder: Pa
 
 
 def join_head(make: Callable[[Path, Placement], Head], folder: Path, runner: Runner) -> Head:
-    """On each rank: make it network 1, which reads the states of whatever network is loaded."""
+    """On each rank: make the head network 1, which reads the states of the loaded network, also of
+    one that is loaded later."""
     head = make(folder, runner.placement)
     runner.on_load.append(head.join)
     return head
 
 
-# ----------------------------------------------------------------- who guesses
+# ----------------------------------------------------------------- the methods
 
 
 class HiddenGuesser(Guesser):
@@ -214,7 +215,7 @@ class HiddenGuesser(Guesser):
 
     @staticmethod
     def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:
-        """What makes it. A head belongs to one model: sizes must be as it was trained."""
+        """The function that makes the head. A head belongs to one model: its sizes must match."""
         model = plan.model_config
         if asked.get("model") is None:
             raise ValueError("model is missing: name the folder or hub id of a head that was "
@@ -248,18 +249,18 @@ class HiddenGuesser(Guesser):
 
     def __init__(self, asked: dict, engine: LLMEngine):
         self.num_drafts, self.runner = asked["num_speculative_tokens"], engine.runner
-        self.computed: dict[Sequence, int] = {}  # by the last step, from which position on
+        self.computed: dict[Sequence, int] = {}  # the first position that the last step computed
 
     def updated(self, step: Step) -> None:
         self.computed = dict(zip(step.num_new_tokens, step.starts, strict=True))
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Placeholders, for a sequence whose last hidden state is there: not after a lost step."""
+        """Placeholders, if the sequence's last hidden state exists: not after a lost step."""
         return [UNKNOWN] * min(most, self.num_drafts) if seq in self.computed else []
 
     def fill(self, step: Step) -> None:
-        """The head computes what the model has computed in the last step, so that no position lacks
-        its KV, and then goes on alone. Of a step whose drafts were wrong, the tokens that count."""
+        """The head computes all tokens that the model computed in the last step, except wrong
+        drafts, so that no position lacks its KV, and then goes on alone."""
         first = Step(step.index, network=1, shift=1, sampling=[
             seq for seq, drafts in step.drafts.items() if UNKNOWN in drafts])
         for seq, start in self.computed.items():
@@ -273,7 +274,7 @@ class HiddenGuesser(Guesser):
 
 
 class OwnGuesser(HiddenGuesser):
-    """Drafts by the head that the model's checkpoint brings along."""
+    """Drafts by the head in the model's own checkpoint."""
 
     keys = ()
 

@@ -1,14 +1,14 @@
 """The draft head of a checkpoint whose network is transformers': Qwen3.5's (hidden_drafts.py).
 
-transformers passes the tensors `mtp.*` over, and has no class for them. But the head's layer is one
-of the family's that attend, and so is its last norm: a network of the family with this one layer is
-the head, but for what comes in and goes out.
+transformers ignores the tensors `mtp.*`, and has no class for them. But the head's layer is one of
+the family's attention layers, and so is its last norm. So a network of the family with this one
+layer is the head, except for its input and output.
 
     the token behind ─ the model's embedding ─ norm ┐
     the model's state, behind its last norm ── norm ┴─ [fc] ─ layer ─ norm ─ the model's LM head
 
-The second draft reads what the LM head read for the first. That states are taken behind the last
-norm is no detail: in front of it LightLLM (#1402) had 1.8 tokens a step of 2.7.
+The second draft reads the state that the LM head read for the first. It matters that states are
+taken after the last norm: before it LightLLM (#1402) got 1.8 tokens a step instead of 2.7.
 
 Known limits: heads of one layer, an embedding of the model's.
 """
@@ -40,7 +40,7 @@ VOCAB_SIZE = 4  # the one-layer network's; only the trial at load reads its embe
 
 
 class ForeignHead(Head):
-    """network: of one layer, with `FIRST` beside it. kept: see `fill`."""
+    """network: a network of one layer, with the modules `FIRST`. kept: see `fill`."""
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
                  asked: EngineConfig, kept: dict):
@@ -63,7 +63,7 @@ class ForeignHead(Head):
 
 def make_foreign_head(asked: EngineConfig, config: ModelConfig, folder: Path,
                       on: Placement) -> ForeignHead:
-    """With the weights of the model's own files. Raises `ValueError` for what is not there."""
+    """Load the head from the model's own files. Raises `ValueError` for missing tensors."""
     entries = override(read_json(folder / "config.json"), asked.hf_overrides or {})
     text = text_config_of(read_hf_config(config.architecture, {
         name: entry for name, entry in entries.items() if name not in QUANTIZED}))

@@ -1,9 +1,9 @@
 """The model's hidden states, kept from one step to the next, and the head that reads them.
 
 Invariant: **a state is found by its token's slot.** The states of a step stay on the device with
-the slots where its KV went, on every rank, and the head's tokens have the same slots
-(hidden_drafts.py). So nothing of who was where is sent along. The head's own states lie at
-`Sequence.row`. All of them stay at one address, where CUDA graphs write and read them, too.
+the slots of its KV, on every rank, and the head's tokens have the same slots (hidden_drafts.py). So
+a step need not be told which row a state came from. The head's own states are at `Sequence.row`.
+All states stay at one address, where CUDA graphs write and read them, too.
 """
 
 import weakref
@@ -23,8 +23,8 @@ States = torch.Tensor  # (num_tokens, hidden_size), of one layer or several side
 
 
 class Taps:
-    """States of a network's last step, in `streams`. Its kinds say which ones are kept. own: the
-    head's; num_tokens: the most of a step."""
+    """States of a network's last step, in `streams`. The subclasses choose which ones are kept.
+    own: the head's states; num_tokens: the most tokens of a step."""
 
     def __init__(self, model: nn.Module, own: States, num_tokens: int,
                  layers: Iterable[int] = (0,)):
@@ -47,7 +47,7 @@ class Taps:
 
 
 class LayerTaps(Taps):
-    """The stream in front of some layers."""
+    """The residual stream before some layers."""
 
     def __init__(self, model: nn.Module, own: States, num_tokens: int, layers: list[int]):
         super().__init__(model, own, num_tokens, layers)
@@ -71,8 +71,8 @@ class LayerTaps(Taps):
 
 
 class LastTap(Taps):
-    """The stream behind the last layer, of every token: that layer would skip those that do not
-    sample, and so it is told that all are wanted, and the others are left out behind it."""
+    """The residual stream after the last layer, of every token. That layer would skip tokens that
+    don't sample, so it is told to compute all, and the others are dropped after it."""
 
     def __init__(self, model: Decoder, own: States, num_tokens: int):
         super().__init__(model, own, num_tokens)
@@ -91,7 +91,7 @@ class LastTap(Taps):
 
 
 class NormTap(Taps):
-    """The states behind the last norm of transformers' network."""
+    """The states after the last norm of a network of transformers."""
 
     def __init__(self, model: nn.Module, own: States, num_tokens: int):
         super().__init__(model, own, num_tokens)
@@ -102,8 +102,8 @@ class NormTap(Taps):
 
 
 class Head(nn.Module):
-    """The network that guesses, and what all kinds of it share. config: of its only layer; asked:
-    the engine's. What has a comment in `Decoder` is the same here."""
+    """The base of all heads. config: that of its only layer; asked: the engine's config. For
+    attributes without a comment see `Decoder`."""
 
     unused: tuple[str, ...] = ()
 
@@ -124,8 +124,9 @@ class Head(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, wanted: torch.Tensor | None) -> States:
-        """The first drafts of a step read the model's states, further ones the head's own; their
-        input is not yet known to the host, which tells the two apart. In a graph the device does.
+        """The first drafts of a step read the model's states, further ones the head's own. The host
+        tells the two apart, because it does not know the input of further drafts yet. In a graph
+        the device does.
         """
         states = own = self.own[batch.sample_rows]
         if batch.graph or not batch.num_unknown:
@@ -138,7 +139,7 @@ class Head(nn.Module):
         return out
 
     def read(self, states: States) -> States:
-        """What it makes of the model's states, before it puts an embedding beside them."""
+        """Transform the model's states, before an embedding is concatenated."""
         return states
 
     def compute_logits(self, hidden: States) -> torch.Tensor | None:

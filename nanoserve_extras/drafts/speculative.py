@@ -1,9 +1,9 @@
 """Speculative decoding: guess the next tokens, and let the model check all of them in one step.
 
-A decoding step of one sequence waits for the weights to be read; a few more tokens in it cost next
-to nothing. So a cheap method (guessers.py, hidden_drafts.py) guesses the next tokens, the *drafts*,
-and the model computes them after the newest token in one step (Leviathan et al. 2023; Chen et al.
-2023):
+A decoding step of one sequence is bound by reading the weights, so a few more tokens in it cost
+almost nothing. So a cheap method (guessers.py, hidden_drafts.py) guesses the next tokens, the
+*drafts*, and the model computes them after the newest token in one step (Leviathan et al. 2023;
+Chen et al. 2023):
 
     token_ids   the cat sat on the          drafts   mat   and   the
     sampled     after each of them                   mat   and   purr  far
@@ -38,9 +38,9 @@ GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "suffix": SuffixGue
 
 
 class Speculation(Extra):
-    """What `LLM(speculative_config=...)` adds: the scheduler asks it for drafts, it fills them in
-    before a step is launched, and tells the guesser how its drafts fared: others may come from a
-    grammar, or from another drafter."""
+    """The extra behind `LLM(speculative_config=...)`: the scheduler asks it for drafts, it fills
+    them in before a step is launched, and tells the guesser which of its drafts were right. (Others
+    may come from a grammar, or from another drafter.)"""
 
     Options = DraftOptions
 
@@ -57,7 +57,7 @@ class Speculation(Extra):
         return f"speculative_config={{'method': {self.asked['method']!r}, ...}}"
 
     def prepare(self, plan: Plan) -> Plan:
-        """With everything in `speculative_config` filled in."""
+        """The plan, with all options in `speculative_config` filled in."""
         asked = self.asked
         with in_words("speculative_config", ValueError):
             plan = self.kind.prepare(asked, plan)
@@ -95,7 +95,7 @@ class Speculation(Extra):
 
 
 def _choose(asked: dict) -> type[Guesser]:
-    """The method that is asked for. Raises `ValueError`, with the remedy, for what none takes."""
+    """The method's class. Raises a `ValueError` with the remedy for unknown methods and options."""
     method = asked.get("method")
     if not isinstance(method, str) or method not in GUESSERS:
         raise ValueError(f"method={method!r} is not supported: choose one of {', '.join(GUESSERS)}")
