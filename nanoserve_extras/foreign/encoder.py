@@ -9,15 +9,15 @@ without padding, and each attends to itself.
                 CLS, or the mean of a prompt's ─► Dense ─► Normalize     modules.json
                 CLS ─► the class's own pooler and classifier             a cross-encoder
 
-Invariant: a prompt is whole in its step, because its first token depends on its last one. So chunks
-and the prefix cache are off, whatever was asked for. A prompt's numbers are the same alone and
-batched, and equal transformers': at load the network runs once with its own attention and once with
+Invariant: a prompt is computed in one step, because its first token depends on its last one. So
+chunks and the prefix cache are always off. A prompt's results are the same alone and batched, and
+equal those of transformers: at load the network runs once with its own attention and once with
 ours, and the results must agree.
 
-Known limits: blocks are counted, but hold nothing; the cache is one nominal layer. Where a
-tokenizer tells a pair's texts apart (token types), the second begins behind the first separator, so
-a text must not contain one. As prompts lie one behind the other, they need neither padding nor
-sorting by length.
+Known limits: blocks are counted, but hold nothing; the cache is one nominal layer. If a tokenizer
+distinguishes a pair's texts (token types), the second text begins after the first separator, so a
+text must not contain one. Since prompts are concatenated, they need neither padding nor sorting by
+length.
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ from nanoserve_extras.foreign.transformers_model import (
 from nanoserve_extras.pooling.pooler import Pooler
 from nanoserve_extras.pooling.sentence_files import is_reranker, longest_text, too_long
 
-# Positions of these begin behind that of padding: with a padding token of 1, at 2.
+# Positions of these families begin after the padding token's id: if that is 1, at 2.
 ROBERTAS = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xmod",
             "xlm-roberta-xl")
 # Unused tensors of heads that checkpoints bring along, or that transformers makes.
@@ -145,8 +145,8 @@ class Encoder(TransformersModel):
 
     @torch.inference_mode()
     def _probe(self, width: int) -> dict[int, tuple]:
-        """And: with our attention, positions and head the numbers must be those that the class
-        gives with its own."""
+        """As the base class; besides, the results with our attention, positions and head must equal
+        those of the class with its own."""
         padding = self.layers.config.pad_token_id  # it has no position in RoBERTa
         ids = torch.tensor([i for i in range(13) if i != padding][3:], device=self.on.device)
         self.set_attention("sdpa")
@@ -225,9 +225,9 @@ def read_encoder(asked: EngineArgs, folder: Path, architecture: str,
 
 
 def find_separator(architecture: str, kind: str, tokenizer) -> int | None:
-    """The id behind which a pair's tokens are of type 1. None where all are of type 0, as RoBERTa's
-    are, which has types in its config all the same: `model_input_names` leaves them out. (A generic
-    class of tokenizers leaves them out by default: its own template says what it makes.)"""
+    """The id after which a pair's tokens have type 1. None if all have type 0. RoBERTa's have,
+    although its config has types: `model_input_names` lacks them. (A generic tokenizer class lacks
+    them by default; then its template is tried.)"""
     says = "model_input_names" in tokenizer.init_kwargs or kind in ROBERTAS
     if says and "token_type_ids" not in tokenizer.model_input_names:
         return None
@@ -250,7 +250,7 @@ def find_separator(architecture: str, kind: str, tokenizer) -> int | None:
 
 
 class EncoderPooler(Pooler):
-    """As `Pooler`; classes come from the network."""
+    """A `Pooler` whose classes come from the network."""
 
     usual_type: ClassVar[str] = "CLS"  # as vLLM has it for BERT
     side: ClassVar[str] = "right"  # as sentence-transformers does it
@@ -260,13 +260,13 @@ class EncoderPooler(Pooler):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """A cross-encoder's head is for whole prompts: then no tokens' tasks."""
+        """A cross-encoder's head is for whole prompts, so it has no tasks for single tokens."""
         return super().tasks[:1] if self.kind == "classify" else super().tasks
 
 
 def make_pooler(options: PoolingOptions, overrides: dict, model_config: ModelConfig, folder: Path,
                 tokenizer) -> EncoderPooler:
-    """What the files say. Raises `ValueError` for what an encoder can't do."""
+    """Read the pooler from the files. Raises `ValueError` for tasks that an encoder lacks."""
     if options.convert not in ("auto", "embed", "classify"):
         raise ValueError(f"convert={options.convert!r} is not for encoders: leave it out")
     pooler = EncoderPooler.of(options, overrides, model_config, folder, tokenizer)

@@ -1,14 +1,14 @@
-"""Checkpoints that our decoder doesn't know: which of transformers' networks runs one.
+"""Checkpoints that our decoder doesn't support: which network of transformers runs them.
 
     config.json ──► a class of transformers' ──┬─► causal, and generates: transformers_model.py
                                                ├─► causal, some layers with a state: recurrent.py
                                                └─► an encoder, which pools: encoder.py
 
-The last two build on the causal network's file. Whether some layers keep a state is read here, and
-`llm` then adds recurrent.py.
+The last two build on the causal network's file. This file finds out whether some layers keep a
+state, and `llm` then adds recurrent.py.
 
-Invariant: what can't be served is refused with the reason, before weights are read. Code that comes
-with a model (`trust_remote_code`) is never run.
+Invariant: a checkpoint that can't be served is refused with the reason, before weights are read.
+Code that comes with a model (`trust_remote_code`) is never run.
 """
 
 import re
@@ -44,12 +44,12 @@ from nanoserve_extras.foreign.transformers_model import (
 )
 
 ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
-# What is untrue of an encoder.
+# The facts that an encoder ends.
 ENCODER = frozenset([Fact.GENERATES, Fact.GRAPHS, Fact.OWN_LINEAR, Fact.PREFIX_CACHE])
 
 
 class ForeignNetwork(Extra):
-    """What `LLM` adds for a network that isn't ours. args: the options; model_config: the
+    """The extra that runs a network of transformers. args: the options; model_config: the
     checkpoint's sizes."""
 
     needs = frozenset([Fact.ONE_RANK])
@@ -64,7 +64,7 @@ class ForeignNetwork(Extra):
 
     @property
     def is_encoder(self) -> bool:
-        """The others may pool, too, but they see what is behind them alone."""
+        """Whether the network is bidirectional. Causal networks may pool, too."""
         return self.model_config.pools
 
     @property
@@ -79,7 +79,8 @@ class ForeignNetwork(Extra):
 
 def read_foreign(asked: EngineArgs,
                  folder: Path) -> tuple[EngineArgs, ModelConfig, Callable]:
-    """For `LLM`: the options, the checkpoint's config, and what loads its network on a `Placement`.
+    """For `LLM`: the options, the checkpoint's config, and a function that loads its network on a
+    `Placement`.
 
     Raises `ValueError` for a network that transformers lacks, or that can't be served by it.
     """
@@ -126,8 +127,8 @@ def unknown(kind: object, entries: dict) -> str:
 
 
 def override(entries: dict, overrides: dict) -> dict:
-    """config.json with overrides. In a wrapping those that its outer part doesn't have are meant
-    for the text; the others stay outside."""
+    """config.json with overrides. In a wrapping an override goes to the outer level if that has the
+    entry, else to `text_config`."""
     inner = entries.get("text_config")
     if isinstance(inner, dict):
         nested = {k: v for k, v in overrides.items() if k not in entries}

@@ -1,12 +1,12 @@
-"""CUDA graphs of transformers' networks: what our decoder promises is tried here.
+"""CUDA graphs of transformers' networks, which must first show that they can be recorded.
 
-A recording keeps whatever number the host put into it. Our decoder reads all of them from memory;
-another author's network may not. So one recording of each kind is replayed with two other
-batches at the same addresses, and compared with the network itself. Where they differ there are no
+A recording freezes each number that the host put into it. Our decoder reads all numbers from
+memory; a network by other authors may not. So one recording of each kind is replayed with two other
+batches at the same addresses, and compared with the network itself. If they differ, there are no
 graphs.
 
-Such a network returns logits, and a recording keeps the memory of what it returns: those of 20
-sizes and 152,000 tokens would be 1.3 GB. So all recordings write them to the largest one's memory.
+Such a network returns logits, and a recording keeps the memory of its results: logits of 20 sizes
+and 152,000 tokens would be 1.3 GB. So all recordings write them to the largest one's memory.
 """
 
 import torch
@@ -46,9 +46,9 @@ class ForeignRecorder(ExtrasRecorder):
                 self.compare(graphs, size, self.step_for(size, known, place))
 
     def step_for(self, size: Size, known: int, place: int) -> Step:
-        """A row that computes its last known token, and drafts as far as there is room for them.
-        All KV goes to block 0. The sections of extras hold `place`, place + 1, ...: with 1 and with
-        2, what an extra reads and what it writes are at different places."""
+        """A step with a row that computes its last known token, and as many drafts as there is room
+        for. All KV goes to block 0. The sections of extras hold `place`, place + 1, ..., so that an
+        extra reads and writes at different places for place=1 and place=2."""
         width, block_size = self.builder.tables.shape[1], self.builder.block_size
         seq = Sequence(CoreRequest("trial", SamplingParams()), [known - 1] * known, row=0,
                        block_table=[0] * width)
@@ -61,8 +61,8 @@ class ForeignRecorder(ExtrasRecorder):
                     sections={name: {seq: number} for number, name in enumerate(names, place)})
 
     def compare(self, graphs: DecodeGraphs, size: Size, step: Step) -> None:
-        """Raises `RuntimeError` where the recording and the network differ: something that the host
-        knows is frozen in the recording."""
+        """Raises `RuntimeError` if the recording and the network differ: then a number from the
+        host is frozen in the recording."""
         batch = graphs.fix(self.builder.build(step, size), size)
         right = self.layers(batch).clone()
         got = graphs.graphs[size][0].replay()
@@ -72,7 +72,7 @@ class ForeignRecorder(ExtrasRecorder):
 
 
 class EvenRecorder(ForeignRecorder):
-    """For a network whose rows must have one length each: no drafts beside decodes."""
+    """For a network whose rows must all have the same length: no drafts beside decodes."""
 
     def sizes(self) -> list[Size]:
         return [size for size in super().sizes() if size.network or not size.drafts]

@@ -1,18 +1,18 @@
-"""What our operators compute of transformers' networks: matrices, RMS norms, gated MLPs.
+"""Parts of transformers' networks that our operators compute: matrices, RMS norms, gated MLPs.
 
-transformers writes a norm as six torch operators, and each goes through memory anew. So parts of
-a network give way to ours where these compute the same:
+transformers writes a norm as six torch operators, each of which reads and writes memory. So parts
+of a network are replaced by ours if these compute the same:
 
     nn.Linear, Conv1D                           Packed: ops.linear, or a product of small weights
     one vector, one eps                         Norm: ops.rms_norm by the vector, or by 1 + it
     gate, up and down, or gate_up and down      Gated: Packed ─ ops.act_and_mul ─ Packed
     a matrix of all experts                     PackedExperts, in transformers' grouped product
 
-Invariant: **names and classes say nothing, numbers do.** A copy of each part goes through a trial
-in float32, with a weight of the trial's own, or matrices of one number a row (`Picks`), so that no
-sum hides one. Rows are of all sizes: small ones show eps, large ones a clamp. A part that raises or
-gives other numbers stays transformers'. In half precision ours differ by rounding less often. A
-table of transformers' classes would grow with each version of it.
+Invariant: **numbers decide, not names and classes.** A copy of each part is tried in float32, with
+the trial's own weight, or with matrices of one number a row (`Picks`), so that no sum hides a
+difference. Rows have all magnitudes: small ones show eps, large ones a clamp. A part that raises or
+gives other numbers is not replaced. In half precision our parts differ because they round less
+often. The road not taken: a table of transformers' classes would grow with each version of it.
 """
 
 import inspect
@@ -46,8 +46,8 @@ SIZES = torch.tensor([1e-6, 1e-3, 1e-2, 1, 10, 100, 1e3, 1e5])[:, None]  # the r
 
 
 class Shape(torch.Tensor):
-    """What is left of a weight that was packed: who multiplies with it elsewhere is told so. A
-    tensor on "meta" would take part in silence, and what it has to say would be lost."""
+    """Stands for a weight that was packed: code that multiplies with it elsewhere gets an error. A
+    tensor on the device "meta" would be multiplied silently."""
 
     _is_hf_initialized = True  # transformers' word for: draw no random numbers here
 
@@ -59,9 +59,9 @@ class Shape(torch.Tensor):
 
 
 class Packed(nn.Module):
-    """Matrices of transformers' network with the same input, multiplied by a `Linear` of ours,
-    which may round them. matrices: by name; an LM head's is "lm_head". kept: for each the
-    checkpoint's own 4 bits, of which its weight was made, or None."""
+    """Matrices of a network of transformers with the same input, multiplied by one of our `Linear`
+    layers, which may round them. matrices: by name; an LM head's name is "lm_head". kept: for each
+    matrix the checkpoint's own 4 bits, of which its weight was made, or None."""
 
     def __init__(self, matrices: dict[str, nn.Module], on: Placement,
                  kept: list[Quantised | None]):
@@ -94,9 +94,9 @@ class Packed(nn.Module):
 
 
 class PackedExperts(Shape):
-    """All experts' matrices, where transformers' grouped product looks for a 3-D parameter. That is
-    (experts, inputs, outputs) when it is multiplied with, stored so or transposed for it. Rows come
-    sorted, with the place where those of each expert end. Gates, biases and sums are its own."""
+    """All experts' matrices, in the place of the 3-D parameter of transformers' grouped product.
+    The product takes it as (experts, inputs, outputs), stored so or transposed. Rows come sorted,
+    with the index at which each expert's rows end. transformers computes gates, biases and sums."""
 
     @classmethod
     def of(cls, shape: torch.Size, dtype: torch.dtype, grouped: nn.Module) -> "PackedExperts":
@@ -116,8 +116,8 @@ class PackedExperts(Shape):
 
 class WideExperts(nn.Module):
     """The same product with weights that are not rounded, (experts, outputs, inputs), by the kernel
-    of `triton_fused.experts`. torch's own reads on the host where each expert's rows end, but for
-    bfloat16 on two kinds of GPU: what waits can't be recorded as a CUDA graph."""
+    of `triton_fused.experts`. torch's own product reads the ends of experts' rows on the host,
+    except for bfloat16 on two kinds of GPU, and so can't be recorded as a CUDA graph."""
 
     def __init__(self, weight: torch.Tensor, multiply: Callable):
         super().__init__()
@@ -137,7 +137,8 @@ def packed_expert(weight: torch.Tensor, on: Placement, kept: list[Quantised | No
 
 
 class Norm(nn.Module):
-    """By `weight`, or by 1 + `weight` if there is an offset. Some ask for the weight's dtype."""
+    """An RMS norm by `weight`, or by 1 + `weight` if there is an offset. It has the attribute
+    `weight`, because some networks read the weight's dtype."""
 
     def __init__(self, weight: nn.Parameter, offset: int, eps: float, ops: ModuleType):
         super().__init__()
@@ -164,7 +165,7 @@ class Gated(nn.Module):
 
 
 class Picks(nn.Module):
-    """In a trial, in the place of a matrix of a shape: each output is twice one of the inputs."""
+    """Replaces a matrix in a trial: each output is twice one of the inputs."""
 
     def __init__(self, shape: tuple[int, int], first: int):
         super().__init__()
@@ -177,22 +178,22 @@ class Picks(nn.Module):
 
 @full_float32()
 def agree(part: nn.Module, ours: nn.Module, x: torch.Tensor, noise: float = 0.0) -> bool:
-    """Whether they do in each number, of rows x, (n, size), together and each alone. noise: what
-    rounding may cost where a formula subtracts, as a part of a row's largest number."""
+    """Whether two modules agree in each number, for rows x, (n, size), together and each alone.
+    noise: the allowed error where a formula subtracts, relative to a row's largest number."""
     try:
         for rows in (x, *x.split(1)):
             wanted = ours(rows[None])
             lost = 1e-5 * wanted.abs() + noise * wanted.abs().amax(-1, keepdim=True)
             if not ((part(rows[None]) - wanted).abs() <= lost).all():
                 return False
-    except Exception:  # it may want anything that is not here
+    except Exception:  # the part may need anything that a trial lacks
         return False
     return True
 
 
 def our_norm(part: nn.Module, on: Placement) -> Norm | None:
-    """What takes the place of an RMS norm. In some rows of the trial a few numbers are nearly all:
-    normalised, they are as large as can be."""
+    """Our norm, if a part is an RMS norm. In some rows of the trial a few numbers dominate: after
+    normalising they are as large as possible."""
     own, numbers = [*part.named_parameters()], [x for x in vars(part).values() if type(x) is float]
     if [vector.dim() for _, vector in own] == [1] and not [*part.children()]:
         (name, vector), trial = own[0], copy(part)
@@ -206,8 +207,8 @@ def our_norm(part: nn.Module, on: Placement) -> Norm | None:
 
 
 def roles(part: nn.Module, on: Placement) -> tuple[list[str], str, str] | None:
-    """Of a gated MLP the names of what is multiplied with first, one or two matrices with the gate
-    in front; of the last one, behind which the trial sees the whole middle; and the activation."""
+    """The roles in a gated MLP: the names of its first matrices, one or two with the gate in front;
+    the name of the last one, after which the trial sees the whole middle; and the activation."""
     linear = {name: one for name, one in part.named_children() if type(one) is nn.Linear}
     others = [name for name, _ in part.named_parameters() if name.rpartition(".")[0] not in linear]
     if len(linear) not in (2, 3) or others:
@@ -235,9 +236,9 @@ def roles(part: nn.Module, on: Placement) -> tuple[list[str], str, str] | None:
 
 def take_over(network: nn.Module, on: Placement, kept: dict[str, Quantised],
               sees: bool = False, below: str = "") -> None:
-    """Put ours in the place of a network's parts, but not of its towers', if it sees. kept: by our
-    names. below: the path of the block to which this is limited; what was replaced there before
-    stays. A router, an `nn.Linear` with an output for each expert, is not rounded."""
+    """Replace a network's parts by ours, except those in its towers. sees: whether it has towers.
+    kept: by our names. below: the path of the block to which this is limited; parts that were
+    replaced before stay. A router, an `nn.Linear` with an output per expert, is not rounded."""
     head, top = head_of(network), network.get_submodule(below)
     towers, rounds = towers_of(network) if sees else (), on.linear is not Linear
     routed = {one.down_proj.size(0) for one in network.modules() if hasattr(one, "is_transposed")}
@@ -306,7 +307,7 @@ def pack_experts(path: str, experts: nn.Module, on: Placement,
 
 
 def widen_experts(experts: nn.Module) -> None:
-    """Let a kernel of ours multiply with the matrices of a layer's experts as they are."""
+    """Let our kernel multiply with the matrices of a layer's experts, unrounded."""
     from nanoserve.triton_fused import each_expert  # not reached where there is no triton
 
     experts.config._experts_implementation = "grouped_mm"
@@ -321,14 +322,14 @@ def widen_experts(experts: nn.Module) -> None:
 
 def put_experts(experts: nn.Module, name: str, shape: torch.Size, dtype: torch.dtype,
                 grouped: nn.Module) -> None:
-    """grouped takes a parameter's place."""
-    delattr(experts, name)  # now, so that who fails before can begin again
+    """Replace a parameter by `grouped`."""
+    delattr(experts, name)  # only now, so that it can be tried again if an earlier line fails
     setattr(experts, name, PackedExperts.of(shape, dtype, grouped))
 
 
 def joined_of(model_type: str, name: str) -> list[str]:
-    """How a checkpoint calls what transformers joins to an expert's rows of this parameter, in
-    their order: gate_proj.weight and up_proj.weight, or w1.weight and w3.weight."""
+    """A checkpoint's names of the matrices that transformers joins to an expert's rows of this
+    parameter, in order: gate_proj.weight and up_proj.weight, or w1.weight and w3.weight."""
     for one in get_checkpoint_conversion_mapping(model_type) or ():
         if isinstance(one, WeightConverter) and one.target_patterns[0].endswith(f".{name}"):
             return [source.rpartition("*.")[2] for source in one.source_patterns]
@@ -336,8 +337,8 @@ def joined_of(model_type: str, name: str) -> list[str]:
 
 
 def say_what_stays(network: nn.Module, on: Placement) -> None:
-    """Where weights are rounded: what no `Packed` multiplies with keeps its dtype, embeddings and
-    routers and what is unusual."""
+    """If weights are rounded, report which ones are not: embeddings, routers and unusual parts,
+    with which no `Packed` multiplies."""
     stays: Counter[str] = Counter()
     before = 0
     for module in network.modules():

@@ -4,21 +4,22 @@
       └─► transformers' `from_pretrained`, which knows each class's names, old ones included
             └─ a block of layers has come ─► `done`, which packs it: nothing waits for the others
 
-transformers makes up what is missing, with a warning, and passes over what it doesn't know: fluent
-text from random weights. So what it says of the names is read here, and is an error.
+transformers fills missing tensors with random numbers, with a warning, and ignores unknown ones:
+the result is fluent text from random weights. So its report about names is read here, and is an
+error.
 
 A *wrapping* (`...ForConditionalGeneration`) holds a text network and towers for images or sound.
-The class that config.json names runs, since only its own `forward` says what it does behind its LM
-head; but its towers are taken out: all that is neither the text network that `get_decoder` finds,
-nor above it, nor the head.
+The class in config.json is run, because only its own `forward` knows the operations after its LM
+head. Its towers are removed: all modules except the text network that `get_decoder` finds, the
+modules above it, and the head.
 
     network ─┬─ model ─┬─ language_model, and lm_head     filled from the files
              │         └─ vision_tower, projector         one number in place of each tensor while
              └─ lm_head                                   weights are filled in, then nothing
 
 Invariant: every parameter comes from the files exactly once; a parameter of two names has two equal
-tensors; towers' tensors are neither read nor missed. To fill the network tensor by tensor would
-repeat each class's renamed weights.
+tensors; towers' tensors are neither read nor missed. The road not taken: filling the network tensor
+by tensor would need each class's renaming rules.
 """
 
 import re
@@ -57,13 +58,13 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
          done: Callable[[nn.Module, str], None] | None = None, stage: object = None) -> nn.Module:
     """The network with its weights; made up with load_format="dummy", if no `tensors` are given.
 
-    transformers makes up what is missing, with a warning. Here that is an error, and so are
-    tensors that are left over or come twice. tensors: in the place of those in the files.
-    passed_over: a pattern of unneeded names, there or not. left_out: of a wrapping, takes
-    the sizes of its towers' tensors; None to fill towers, if it has_towers. assemble: makes weights
-    of a quantised checkpoint's tensors, or functions that do; those that stay in 4 bits are also
-    put into `kept`. done: called with the network and the path of each block whose tensors are in
-    their places. stage: a `ForeignStage`, which takes out of a network what is on other ranks.
+    Missing tensors, which transformers would make up, are an error, and so are tensors that are
+    left over or come twice. tensors: replace those in the files. passed_over: a pattern of names
+    that are not needed. left_out: for a wrapping, a list to which the sizes of its towers' tensors
+    are appended; None to fill towers, if it has_towers. assemble: makes weights of a quantised
+    checkpoint's tensors, or functions that do; those that stay in 4 bits are also put into `kept`.
+    done: called with the network and the path of each block whose tensors are complete. stage: a
+    `ForeignStage`, which removes the parts of a network that are on other ranks.
     """
     stored: dict[str, torch.Tensor | Later] = {}
     with in_words("config.json: transformers can't make this network"):
@@ -103,8 +104,8 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
 
 
 class Later:
-    """A quantised matrix in the place of a tensor: it is made when transformers wants its numbers.
-    One that stays in 4 bits is put into `kept` then."""
+    """Stands for a tensor: a quantised matrix that is made when transformers reads its numbers. If
+    it stays in 4 bits, it is also put into `kept` then."""
 
     dtype = torch.float32
 
@@ -119,7 +120,7 @@ class Later:
         return whole
 
 
-# How quantised checkpoints call what is joined to an expert's rows of a layer's one parameter.
+# Quantised checkpoints' names of the matrices that form an expert's rows of a layer's parameter.
 EXPERTS = {"gate_up_proj": ["gate_proj.weight", "up_proj.weight"],
            "down_proj": ["down_proj.weight"]}
 BLOCK = re.compile(r".+?\.\d+(?=\.)")  # model.layers.3 in model.layers.3.mlp.experts.0.up_proj
@@ -127,9 +128,9 @@ BLOCK = re.compile(r".+?\.\d+(?=\.)")  # model.layers.3 in model.layers.3.mlp.ex
 
 @register_quantizer("nanoserve")
 class Pieces(HfQuantizer, ConversionOps):
-    """transformers' page of hooks for those who round weights while they are read. Here it tells
-    when a block is complete: when a matrix of the next one has come. It asks for one matrix after
-    the other then; without such a hook it reads and converts all of them ahead."""
+    """Uses transformers' hooks for rounding weights while they are read, to learn when a block is
+    complete: when a matrix of the next one comes. With these hooks transformers reads one matrix
+    after the other; without them it reads and converts all of them ahead."""
 
     is_trainable = False
 
@@ -142,14 +143,14 @@ class Pieces(HfQuantizer, ConversionOps):
         return False
 
     def param_needs_quantization(self, model: nn.Module, name: str, **others) -> bool:
-        """Until it has come: then its shape is checked as that of any other. Vectors are left out,
-        and what a class keeps in a dtype of its own: transformers would convert it."""
+        """True for a matrix until it has come; later its shape is checked as any other's. False for
+        vectors, and for parameters that a class keeps in its own dtype: they would be converted."""
         one = model.get_parameter_or_buffer(name)
         return name not in self.come and one.dim() > 1 and one.dtype == model.dtype
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
-        """They hold each expert by itself, also of classes that know a layer's experts in one
-        tensor alone (Gemma 4, where Model Optimizer says moe.experts)."""
+        """Add conversions for files with one tensor per expert, also for classes that only know a
+        layer's experts in one tensor (Gemma 4; Model Optimizer writes moe.experts)."""
         if any("experts.*." in str(one.source_patterns) for one in weight_conversions):
             return weight_conversions
         return [*weight_conversions, WeightRenaming(r"\.moe\.experts\.(?=\d)", ".experts."), *(
@@ -173,8 +174,8 @@ class Pieces(HfQuantizer, ConversionOps):
 
 
 def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: Path) -> None:
-    """Weights must be plain floats, and tied ones be stored once or twice alike: transformers takes
-    two that differ, and config.json says that they don't."""
+    """Raises `ValueError` unless weights are plain floats, and tied ones are stored once, or twice
+    alike: transformers would accept two that differ, against config.json."""
     # Names are in any dialect. Some buffers are integers, and have at most two dimensions; a tensor
     # with more holds the matrices of all experts.
     for name, tensor in stored.items():
@@ -190,8 +191,8 @@ def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: P
 
 def made_up(seed: int, model_class: type, hf_config: transformers.PreTrainedConfig,
             dtype: torch.dtype, absent: dict[str, torch.Tensor], has_towers: bool) -> nn.Module:
-    """transformers' own random weights. Raises `ValueError` with what its class says of a config, a
-    padding id beyond the vocabulary for one."""
+    """A network with transformers' own random weights. Raises `ValueError` for configs that its
+    class refuses, for example a padding id beyond the vocabulary."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         said = transformers.logging.get_verbosity()
@@ -207,7 +208,7 @@ def made_up(seed: int, model_class: type, hf_config: transformers.PreTrainedConf
 
 
 def text_config_of(hf_config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
-    """The sizes of the text network; `hf_config` itself where that is all there is."""
+    """The text network's config; `hf_config` itself if it is no wrapping."""
     return hf_config.get_text_config(decoder=True)
 
 
@@ -248,8 +249,8 @@ def towers_of(network: nn.Module) -> set[nn.Module]:
 def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
                  stored: dict[str, torch.Tensor], dtype: torch.dtype,
                  has_towers: bool, done: Callable | None = None) -> tuple[nn.Module, dict]:
-    """transformers' network with the stored weights, and what it says was missing or left over,
-    without towers if it has some. done: see `fill`."""
+    """A network with the stored weights, and transformers' report on missing and unknown names;
+    towers, if it has some, are not reported. done: see `fill`."""
     options = {}
     if done is not None:
         options["quantization_config"] = QuantizationConfigMixin("nanoserve")
@@ -266,8 +267,8 @@ def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
 
 def stand_ins(model_class: type, hf_config: transformers.PreTrainedConfig, dtype: torch.dtype,
               has_towers: bool, stage: object) -> dict[str, torch.Tensor]:
-    """All that lies in towers, or on other ranks, by transformers' names: each tensor is one
-    number, seen often. Without them transformers would draw random weights."""
+    """The tensors of towers and of other ranks, by transformers' names: each is one number,
+    expanded. Without them transformers would draw random weights."""
     if not has_towers and stage is None:
         return {}
     with torch.device("meta"):

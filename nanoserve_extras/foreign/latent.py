@@ -1,4 +1,5 @@
-"""Latent attention: the cache holds what keys and values are made of (DeepSeek-V2, 2024).
+"""Latent attention: the cache holds the latents of which keys and values are made (DeepSeek-V2,
+2024).
 
 These layers compress a token into one *latent* of some 512 numbers, and one rotated key of 64 that
 all heads share. Each head's key and value are products of the latent. transformers' networks expand
@@ -26,8 +27,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Latent:
-    """What one layer absorbs. w_k: (heads, size of q and k without rotation, latent size); w_v:
-    (heads, latent size, size of a value)."""
+    """The matrices that one layer absorbs. w_k: (heads, size of q and k without rotation, latent
+    size); w_v: (heads, latent size, size of a value)."""
 
     w_k: torch.Tensor
     w_v: torch.Tensor
@@ -44,8 +45,8 @@ class Latent:
 
 
 def keep_latents(network: nn.Module) -> None:
-    """Let the layers that transformers marks by `expand_kv` hand on latents, and note in `latent`
-    what is absorbed instead."""
+    """Make the layers that transformers marks by `expand_kv` pass on latents, and store the
+    absorbed matrices in their attribute `latent`."""
     for module in network.modules():
         expands = getattr(module, "kv_b_proj", None) if hasattr(module, "expand_kv") else None
         if type(expands) is nn.Linear and expands.bias is None:
@@ -56,5 +57,5 @@ def keep_latents(network: nn.Module) -> None:
 
 
 def key_and_value(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one head, (1, 1, num_tokens, size), in the place of those of all heads."""
+    """The key and value of one head, (1, 1, num_tokens, size), instead of those of all heads."""
     return torch.cat((latent, rotated), dim=-1), latent

@@ -1,24 +1,25 @@
-"""Any other architecture: the network is transformers', everything around it stays ours.
+"""Any other architecture: transformers' network, inside our engine.
 
 transformers 5 lets the attention of its models be replaced by name (`AttentionInterface`). More
-than a hundred causal models then hand each layer's queries, keys and values to a function of ours:
+than a hundred causal models then pass each layer's queries, keys and values to our function:
 
     embedding, projections, norms, RoPE, MLP, LM head        transformers' modules, a batch of 1
       └─ q, k, v of layer i ─► attend ─► norm_rope_store (no norm, angle 0) ─► the cache of layer i
                                   └────► paged_attention, with the window of layer i ─► back
 
-Tokens of all rows are one sequence for the module, (1, num_tokens), each with its position. What a
-layer needs beside q, k and v is a keyword argument that these models hand down, not a global.
+Tokens of all rows are one sequence for the module, (1, num_tokens), each with its position. Further
+inputs of attention are passed down as a keyword argument, not through a global.
 
-Invariant: **what would be computed differently is refused, by name and with the reason.** `attend`
-names its arguments and raises on any other (a trial that swallowed gpt-oss's attention sinks wrote
-wrong text in silence). A `Probe` at load runs a few tokens twice, in two orders. It shows that
-attention is called once in each layer; that its mask is causal, or a sliding window, which is read
-from the mask and not from config.json; and that tokens depend on each other through attention only,
-by their positions. (In recurrent.py, which builds on this file, each row has a state of its own.)
+Invariant: **a network that would be computed differently is refused, with its name and the
+reason.** `attend` names its arguments and raises on any other (an experiment that ignored gpt-oss's
+attention sinks wrote wrong text without an error). A `Probe` at load runs a few tokens twice, in
+two orders. It shows that attention is called once in each layer; that its mask is causal or a
+sliding window, which is read from the mask and not from config.json; and that tokens depend on each
+other only through attention, by their positions. (recurrent.py, which builds on this file, adds a
+state for each row.)
 
-Known limits: no tensor parallelism; blocks behind a window are kept. Larger engines have files
-of models of their own; here `model.py` is to be read.
+Known limits: no tensor parallelism; blocks behind a window are kept. Larger engines have their own
+file for each model; here there is one, `model.py`, which is meant to be read.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ from nanoserve_extras.foreign.foreign_weights import fill, text_config_of, tower
 from nanoserve_extras.quantization.quantized_linear import Quantised
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
-# What layers do in the place of attention, and how configs call such layers.
+# Kinds of layers without attention, by their names in configs.
 STATES = ("linear_attention", "hybrid", "mamba", "recurrent", "conv")
 STRANGE = {"attend within chunks": ("chunked_attention",),
            "attend to a few keys that they choose (sparse attention)": (
@@ -67,12 +68,12 @@ def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: tor
            is_causal: bool | None = None, dropout: float = 0.0,
            position_ids: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
            **others) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer; `nanoserve` is what `forward` handed down.
+    """Called by transformers in each layer; `nanoserve` is the argument that `forward` passed down.
 
     query: (1, heads, num_tokens, head_dim); key and value with their own number of heads. Returns
-    (1, num_tokens, heads, head_dim). s_aux: sinks, (heads,). Raises `ValueError` for whatever it
-    doesn't know; None and False mean "not used". Positions are in q and k already, and nothing is
-    dropped out.
+    (1, num_tokens, heads, head_dim). s_aux: sinks, (heads,). Raises `ValueError` for unknown
+    arguments unless they are None or False, which mean "not used". q and k are rotated already, and
+    there is no dropout.
     """
     strange = [name for name, given in others.items() if given is not None and given is not False]
     if strange:
@@ -96,7 +97,7 @@ def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: tor
 
 @dataclass(frozen=True)
 class Mask:
-    """What a model under a `Probe` gets in the place of a mask, and hands to its layers."""
+    """Under a `Probe` a model gets this object instead of a mask, and passes it to its layers."""
 
     window: int | None = None  # how many keys a query sees, its own included; None: all before it
     looks_ahead: bool = False  # then the window is how many keys it sees on either side
@@ -104,11 +105,12 @@ class Mask:
 
 
 def describe_mask(mask_function: Callable, local_size: int | None = None, **unused) -> Mask:
-    """transformers asks for a mask; a function says whether a query sees a key. local_size: of a
-    window, or of what else is local. With 13, queries 12, 13 and 26 see keys 0..12, 1..13, 14..26.
+    """Called by transformers to make a mask. mask_function: whether a query sees a key. local_size:
+    the size of a window or another local pattern. With 13, queries 12, 13 and 26 see keys 0..12,
+    1..13, 14..26.
 
-    Attention in chunks or a prefix that sees itself is not known. A model may make a mask and hand
-    it to no layer: Qwen2-MoE without windows makes one for a window of 0.
+    Attention in chunks, or over a bidirectional prefix, is not supported. A model may make a mask
+    that no layer uses: Qwen2-MoE without windows makes one for a window of 0.
     """
     size = 2 * local_size if local_size else MASK_LENGTH
     half = size // 2
@@ -156,7 +158,7 @@ class Probe:
 
 @dataclass
 class Pages:
-    """One step's cache and batch, as attention needs them in every layer that attends."""
+    """One step's cache and batch, for attention in every layer that has it."""
 
     layers: dict[int, tuple[Pair, int | None]]  # each layer's part of the KV cache, and its window
     batch: Batch
@@ -168,7 +170,8 @@ class Pages:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object,
                scale: float, window: int | None, softcap: float | None,
                sinks: torch.Tensor | None) -> torch.Tensor:
-        """Store k and v, and look q up. Normalising and turning is done: no weights, angle 0."""
+        """Store k and v, and attend with q. The network has normalised and rotated them, so our
+        operator gets no weights and angle 0."""
         if mask is not None:
             raise ValueError(f"layer {layer} makes a mask of its own")
         num_tokens, size, v_size = q.shape[2], q.shape[3], v.shape[3]
@@ -196,10 +199,10 @@ transformers.AttentionMaskInterface.register(PROBED, describe_mask)
 
 
 class TransformersModel(nn.Module):
-    """In the place of `model.Decoder`: token ids to logits, by transformers' network.
+    """Replaces `model.Decoder`: token ids to logits, by a network of transformers.
 
-    What `forward` returns are logits: what a class does behind its LM head (Cohere and Granite
-    scale, others squeeze) is in its own `forward` only, so all of that is run.
+    `forward` returns logits, not hidden states: only a class's own `forward` has the operations
+    after its LM head (Cohere and Granite scale logits, others have a soft-cap), so all of it runs.
     """
 
     looks_ahead, recorder = False, ForeignRecorder
@@ -230,7 +233,7 @@ class TransformersModel(nn.Module):
         self.set_attention(PAGED)
 
     def set_attention(self, name: str) -> None:
-        """Of a wrapping, in its text part alone: a tower that is there keeps its own attention."""
+        """Set the attention. In a wrapping only that of the text network: a tower keeps its own."""
         whole = not (self.config.has_towers or self.config.sees)
         (self.layers if whole else self.layers.get_decoder()).set_attn_implementation(name)
 
@@ -273,13 +276,13 @@ class TransformersModel(nn.Module):
 
     @full_float32()
     def probe(self, width: int) -> dict[int, tuple]:
-        """Each attending layer's q, k, v and window. width: of what comes out for a token. Raises
-        `ValueError` for a network that can't be run in one row with others, saying why."""
+        """The q, k, v and window of each layer with attention. width: the size of a token's output.
+        Raises a `ValueError` with the reason for a network that can't run several rows as one."""
         probed, reason, wrong = {}, "", None
         try:
             self.set_attention(PROBED)
             probed = self._probe(width)
-        except Exception as error:  # a model may stumble over anything that is not as usual
+        except Exception as error:  # a network may raise anything
             reason, wrong = str(error) if isinstance(error, ValueError) else (
                 f"a trial run ended with {type(error).__name__}: {error}"), error
         if self.stage is not None:
@@ -290,9 +293,9 @@ class TransformersModel(nn.Module):
 
     @torch.inference_mode()
     def _probe(self, width: int) -> dict[int, tuple]:
-        """Up to four tokens in two orders, the last possible position among them. A token's numbers
-        must be the same in both: then neither its neighbours nor its index in the row matter. Left
-        to count positions by itself, the class must begin at 0 as we do (Kosmos-2.5's at 2)."""
+        """Run up to four tokens in two orders, one at the last possible position. A token's results
+        must be the same in both: then neither its neighbours nor its index in the row matter. If
+        the class counts positions itself, it must begin at 0 as we do (Kosmos-2.5 begins at 2)."""
         last = self.config.max_position_embeddings - 1
         positions = torch.tensor(sorted({0, min(1, last), min(2, last), last}),
                                  device=self.on.device)
@@ -319,9 +322,9 @@ class TransformersModel(nn.Module):
 
     def watch(self, ids: torch.Tensor, positions: torch.Tensor | None,
               width: int) -> tuple[list[torch.Tensor], dict[int, tuple]]:
-        """What comes out, and each layer's q, k and v, all (..., num_tokens, size); the layers as
-        `Probe` has them. positions: None for those that the class counts by itself. Raises
-        `ValueError` unless each layer attends; where some keep states, one of them at least."""
+        """The output, and each layer's q, k and v, all (..., num_tokens, size); the layers as in
+        `Probe`. positions: None to let the class count them. Raises `ValueError` unless each layer
+        has attention, or at least one, if others keep states."""
         probe = Probe(looks_ahead=self.looks_ahead)
         everyone = torch.arange(len(ids), device=ids.device)
         out = self.run(ids, positions, everyone, probe,
@@ -384,8 +387,8 @@ def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> t
 
 
 def strange_layers(hf_config: transformers.PreTrainedConfig) -> str:
-    """What is in the place of attention, in words; "" if nothing is. The probe finds it as well,
-    once weights are read, and only sees that something is not as usual."""
+    """A description of layers without attention; "" if there are none. The probe finds them, too,
+    but only after weights are read, and without the reason."""
     kinds = getattr(hf_config, "layer_types", None) or []
     if hf_config.model_type in UNATTENDED:
         return "its layers keep a recurrent state and none attends; such networks are not served"
@@ -407,10 +410,10 @@ def keeps_states(model_class: type, hf_config: transformers.PreTrainedConfig) ->
 
 def describe(architecture: str, outer: transformers.PreTrainedConfig,
              sees: bool = False) -> ModelConfig:
-    """The sizes, of a wrapping those of its text network, but dtype and whether the head is the
-    embedding. Other fields are neutral, since the network knows them. Windows are left out, so
-    blocks behind them are kept. The MLP is guessed for the roofline, which counts three matrices:
-    two of 4 times the hidden size (OPT, GPT-2) have as many numbers as three of 8/3 times."""
+    """The sizes of the network; for a wrapping those of its text network, except dtype and whether
+    the head is tied. Other fields are neutral, since the network knows them. Windows are left out,
+    so blocks behind them are kept. The MLP's size is guessed for the roofline, which counts three
+    matrices: two of 4 times the hidden size (OPT, GPT-2) have as many weights as three of 8/3."""
     hf_config = text_config_of(outer)
 
     def size(name: str, default: int | None = None) -> int:
@@ -443,8 +446,8 @@ def describe(architecture: str, outer: transformers.PreTrainedConfig,
 
 
 def trained_lengths(hf_config: transformers.PreTrainedConfig) -> list[int]:
-    """"longrope" has other angles for all positions as soon as one is beyond this length, so that
-    a long text would change those that share its batch. Up to it nothing depends on the others."""
+    """Lengths up to which "longrope" does not depend on the batch: as soon as one position is
+    beyond, it has other angles for all, so a long text would change others in its batch."""
     rope = getattr(hf_config, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
     return [kind["original_max_position_embeddings"] for kind in kinds
@@ -460,8 +463,8 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
          make: Callable[..., TransformersModel] = TransformersModel,
          tensors: Tensors | None = None, trial: bool = False, passed_over: str = "$^",
          make_stage: Callable | None = None) -> TransformersModel | None:
-    """The network with its weights on a device. make: what it becomes. trial: only see whether
-    `tensors` fill it. make_stage: makes a `ForeignStage`. The others: see `fill`."""
+    """The network with its weights on a device. make: the class around it. trial: only try whether
+    `tensors` fill it. make_stage: makes a `ForeignStage`. For other arguments see `fill`."""
     left_out: list[int] = []
     stage = None if trial or make_stage is None else make_stage(config, on)  # all names are tried
     kept: dict[str, Quantised] = {}
