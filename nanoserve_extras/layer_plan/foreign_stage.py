@@ -1,19 +1,19 @@
 """A stage of transformers' network: some of its layers, and stand-ins for the others.
 
-A class's loop over its layers decides what each is given: angles, a mask by its kind. So the loop
-stays, and runs over another list:
+A class's own loop passes each layer its arguments: angles, a mask by its kind. So this loop is
+kept, and runs over another list:
 
     rank 0   ids ─► embed ─► [ layer 0 ] ─► left    [ hollow | hollow | hollow ] ─► norm ─► head
                                      │                       ▲
     rank 1   made up ─► [ hollow | layer 1 | layer 2 ] ─► left
                                      ▲ the stream
 
-A forward is left behind the last layer that is here. Once the stream has come back, rank 0 runs it
-again, over hollow layers alone: for whatever the class does behind its layers.
+A forward pass is left (by an exception) after the rank's last layer. When the stream has come back,
+rank 0 runs the forward pass again over hollow layers only, for the operations after the layers.
 
-Invariant: **what goes from layer to layer is one stream.** A layer that reads more of what was
-before it (other layers' keys, the embedding) must not get something else in silence: a trial at
-load hands the same stream to another embedding, and wants the same numbers.
+Invariant: **layers pass on one stream, and nothing else.** A layer that also reads other things
+(earlier layers' keys, the embedding) would get wrong ones without an error. So a trial at load
+combines the same stream with another embedding, and the results must be equal.
 """
 
 import re
@@ -28,16 +28,16 @@ from nanoserve.loader import Tensors
 from nanoserve_extras.foreign.transformers_model import Probe
 from nanoserve_extras.layer_plan.layer_disk import Disk
 
-NUM_MADE_UP = 64  # different rows of a stream that is made up
+NUM_MADE_UP = 64  # different rows of a made-up stream
 
 
 class Left(Exception):
-    """A forward is left. out: what its last layer here returns."""
+    """Leaves a forward pass. out: the output of the rank's last layer."""
 
 
 class Nothing:
-    """What a hollow layer returns: for a loop that takes a tensor, the first of a tuple, or both of
-    a pair."""
+    """The output of a hollow layer. It suits loops that take a tensor, the first item of a tuple,
+    or both items of a pair."""
 
     def __getitem__(self, index: int) -> "Nothing":
         if index > 1:
@@ -46,8 +46,8 @@ class Nothing:
 
 
 class Hollow(nn.Module):
-    """In the place of a module that is elsewhere. It has the same plain attributes (its kind, for
-    one), which others read, and no part of it."""
+    """Replaces a module that is on another rank. It has the module's plain attributes (its kind,
+    for example), which other code reads, and none of its submodules."""
 
     def __init__(self, module: nn.Module, forward: Callable):
         super().__init__()
@@ -62,14 +62,14 @@ class ForeignStage:
         self.disk = Disk() if line.place.on_disk else None
         self.made_up = torch.randn(NUM_MADE_UP, line.row.shape[1],
                                    generator=torch.Generator().manual_seed(0)).to(line.row)
-        self.stream = self.made_up  # what the layers here read, or what is behind the last one
+        self.stream = self.made_up  # the input of the layers here, or the output of the last layer
         self.beside: list[None] | None = None  # the stream in a tuple that a layer returns
         self.shift = 0  # in a trial: to another embedding
 
     # ------------------------------------------------------------------ loading
 
     def take(self, network: nn.Module) -> None:
-        """Leave what is here, and note the names of what is not."""
+        """Keep the parts of this rank, and note the names of the others."""
         decoder, paths = network.get_decoder(), {one: path for path, one in network.named_modules()}
         found = [(name, list(one)) for name, one in decoder.named_children()
                  if isinstance(one, nn.ModuleList) and len(one) == self.num_layers]
@@ -105,12 +105,12 @@ class ForeignStage:
             f".{end}." in f".{path}." for end in self.ends)
 
     def pass_over(self, tensors: Tensors) -> Tensors:
-        """Without those of other stages, of which nothing is read."""
+        """Leave out the tensors of other stages, whose data is not read."""
         return (one for one in tensors if self.has(one[1]))
 
     def shelve(self, network: nn.Module, path: str) -> None:
-        """What is at this path has been packed: if it is a layer that is to be on disk, move it
-        there, or what is left of it."""
+        """The module at this path has been packed: if it is a layer for the disk, move its weights
+        there."""
         if path in self.on_disk:
             layer = network.get_submodule(path)
             if not hasattr(layer, "shelf"):
@@ -118,8 +118,8 @@ class ForeignStage:
             layer.shelf.process_weights_after_loading()
 
     def agree(self, architecture: str, reason: str) -> None:
-        """Behind the trial on all ranks. Raises `ValueError` on all of them. reason: for which it
-        failed here, or ""."""
+        """Called after the trial on all ranks. If it failed on one, this raises `ValueError` on
+        all. reason: why it failed on this rank, or ""."""
         if not self.line.world.least(not reason):
             raise ValueError(f"{architecture} can't be shared out to stages: "
                              f"{reason or 'another rank says why'}; leave pipeline_parallel_size "
@@ -153,9 +153,9 @@ class ForeignStage:
     # ------------------------------------------------------------------ a step
 
     def run(self, wanted: torch.Tensor | slice, options: dict) -> torch.Tensor:
-        """Take the stream, compute, and send it on: `TransformersModel.run` in a step, whose
-        `norm` comes later; (len(wanted), ...) stands in for that. In the trial at load a stream is
-        made up, and what comes out is returned: logits on rank 0."""
+        """Receive the stream, compute, and send it on: `TransformersModel.run` in a step. `norm`
+        comes later, so this returns a stand-in of shape (len(wanted), ...). In the trial at load
+        the stream is made up, and the output is returned: logits on rank 0."""
         line, [ids] = self.line, options["input_ids"]
         is_trial = isinstance(options["nanoserve"], Probe)
         if line.stage:
@@ -182,7 +182,7 @@ class ForeignStage:
         return stream[0]
 
     def norm(self, stream: torch.Tensor) -> torch.Tensor:
-        """What is behind the layers, the LM head as well: (n, hidden_size) to logits."""
+        """The operations after the layers, LM head included: (n, hidden_size) to logits."""
         decoder, self.stream = self.network.get_decoder(), stream
         if not len(stream):  # not all classes can do without a row
             self.stream = self.made_up

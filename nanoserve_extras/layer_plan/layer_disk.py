@@ -1,21 +1,21 @@
-"""Layers that stay on disk: their packed weights are a mapped file, read while others compute.
+"""Layers on disk: their packed weights are a mapped file, read while other layers compute.
 
-A step reads every weight once, in the same order, whatever it computes. So memory for a few layers
-is enough, if the next ones are read in time (Sheng et al. 2023, "FlexGen"):
+Every step reads every weight once, in the same order. So memory for a few layers is enough, if the
+next ones are read in time (Sheng et al. 2023, "FlexGen"):
 
     layers       0   1   2   3   4   5   6   7          1, 3, 5, 7 on disk: `layer_plan={"disk": 4}`
     computing    ████████████
     read ahead           ░░░3░░░                        by a thread, while 1 and 2 compute
     given back       ◄1 ►                               by `madvise`, when it has computed
 
-They stand as far apart as they can, so that the disk is never idle. A step's time is that of
-reading at least: many rows make it cheap, one row pays all of it. No bit is another.
+Layers on disk are spread evenly, so that the disk is never idle. A step takes at least the time of
+reading them, and this time is shared by the step's rows. Results are bit-identical.
 
-Invariant: of these layers no weight is anonymous memory, but for one layer at a time while the
-model loads. Whether the system keeps a copy in its page cache is its own business.
+Invariant: no weight of these layers is in anonymous memory, except one layer at a time while the
+model loads. The operating system decides whether its page cache keeps a copy.
 
-The file has no name and vanishes with the engine; confessed: each start packs anew. The checkpoint
-itself can't be mapped: its layout is not the one that a CPU multiplies with.
+The file has no name and vanishes with the engine. Its cost: each start packs the weights again. The
+checkpoint itself can't be mapped, because a CPU multiplies with another layout.
 """
 
 import mmap
@@ -43,7 +43,7 @@ def unnamed_file():
 
 
 class NoRoom(OSError, ValueError):
-    """The system's error, and a value that asks for too much."""
+    """The disk is full: an `OSError` of the system, and a `ValueError` for the option."""
 
 
 @contextmanager
@@ -61,8 +61,8 @@ def room_for(num_bytes: int):
 
 
 def in_file(file, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
-    """A tensor behind what is in the file already, and its mapping, which lives with it. Room is
-    reserved: where a mapped page finds none, the system ends the process without a word."""
+    """Append a tensor to the file; returns it and its mapping, which must live as long. Disk space
+    is reserved first: if a mapped page finds none, the system kills the process."""
     start = -(-file.seek(0, os.SEEK_END) // PAGE) * PAGE
     size = torch.empty(shape, dtype=dtype, device="meta").nbytes
     os.ftruncate(file.fileno(), start + size)
@@ -73,8 +73,8 @@ def in_file(file, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Ten
 
 
 class Shelf(nn.Module):
-    """The last part of a layer: it moves to the file what the parts before it have packed, and what
-    is large and never packed. index: of the layer."""
+    """Added as the last submodule of a layer: it moves the weights that the other parts have packed
+    to the file, and large ones that are never packed. index: the layer's."""
 
     def __init__(self, layer: nn.Module, file, index: int):
         super().__init__()
@@ -91,7 +91,7 @@ class Shelf(nn.Module):
         self.give_back()
 
     def moved(self, value):
-        """The same with its large tensors in the file: a tensor, or what consists of some."""
+        """The same value with its large tensors in the file: a tensor, or a container of some."""
         if isinstance(value, torch.Tensor):
             if value.nbytes < SMALL or hasattr(value, "is_on_disk"):
                 return value
@@ -113,8 +113,8 @@ class Shelf(nn.Module):
         return sum(tensor.nbytes for _, tensor in self.maps)
 
     def read(self) -> None:
-        """Have the system read all of it, and map each page: torch touches one number of each
-        without holding up Python's other threads."""
+        """Make the system read the whole file, and map each page: torch touches one number of each,
+        and does not block Python's other threads meanwhile."""
         for memory, tensor in self.maps:
             memory.madvise(mmap.MADV_WILLNEED)
             tensor.view(torch.uint8).view(-1)[::PAGE].sum()
@@ -135,8 +135,8 @@ class Disk:
         self.num_bytes, self.seconds_waited = 0, 0.0
 
     def take(self, layer: nn.Module, index: int) -> None:
-        """A layer more, in any order. Nothing here refers to the layer itself: in a circle, a
-        forgotten engine would keep it."""
+        """Add a layer, in any order. Nothing here refers to the layer itself: a reference cycle
+        would keep it alive after its engine was deleted."""
         shelf = Shelf(layer, self.file, index)
         insort(self.shelves, shelf, key=lambda one: one.index)
         layer.register_forward_pre_hook(lambda *_: self.begin(shelf))
@@ -144,8 +144,8 @@ class Disk:
         layer.shelf = shelf  # the last part, so that loaders finish it behind the others
 
     def begin(self, shelf: Shelf) -> None:
-        """A layer is to compute: wait until it has been read, and read the next one, which after
-        the last is the first."""
+        """A layer is about to compute: wait until it has been read, and start to read the next one,
+        which after the last is the first."""
         began = time.perf_counter()
         self.read(shelf).result()
         self.seconds_waited += time.perf_counter() - began

@@ -1,8 +1,8 @@
-"""Where layers are: on several ranks, one part behind the other, or on disk (layer_disk.py).
+"""Where layers are: on several ranks, as a pipeline of stages, or on disk (layer_disk.py).
 
-Here a rank has whole layers, a *stage* (Huang et al. 2019, "GPipe"; Narayanan et al. 2019,
-"PipeDream"), and sends on what the next stage needs, once a step. So a network that is larger than
-one machine's memory runs on two of them, over a plain cable:
+A rank has some whole layers, a *stage* (Huang et al. 2019, "GPipe"; Narayanan et al. 2019,
+"PipeDream"), and sends the residual stream to the next stage, once a step. So a network that is
+larger than one machine's memory runs on two machines over an ordinary network:
 
     rank 0     ids ─► embed ─► layers 0..9 ─┐             ┌─► norm ─► head ─► sample ─► tokens
                                             │ stream      │ the stream's rows that sample
@@ -11,14 +11,14 @@ one machine's memory runs on two of them, over a plain cable:
 
 With `tensor_parallel_size=n` a stage has n ranks; rank i sends to rank i of the next. **The stream
 ends where it began**: rank 0 samples, because requests are there (penalties, grammars, seeds). It
-computes the head, too, so the plan that is made for the user gives it fewer layers. As many steps
-are in flight as there are stages; a sequence samples in one of them (`Scheduler`).
+computes the head, too, so the default plan gives it fewer layers. As many steps are in flight as
+there are stages; a sequence samples in one of them (`Scheduler`).
 
 Invariant: **not one bit changes.** Between two layers the residual stream is two terms, and the
-next norm reads nothing but their rounded sum. So the sum alone is sent, and begins a stream.
+next norm reads only their rounded sum. So only the sum is sent.
 
-How a rank's death is noticed: parallel.py. To sample on the last stage would need each
-row's rules there, and all that is counted for it.
+parallel.py notices the death of a rank. The road not taken: sampling on the last stage would need
+each row's constraints and counts there.
 """
 
 import time
@@ -50,9 +50,9 @@ from nanoserve_extras.engine_args import LayerPlanOptions
 from nanoserve_extras.layer_plan.layer_disk import Disk, NoRoom
 from nanoserve_extras.new_weights import NewWeights
 
-DEPLOY = -4  # in the place of a step's first length: the plan that is to be followed comes next
+DEPLOY = -4  # stands for a step's first length: a new plan comes next
 AT_RANK_0 = ("embed_tokens.", "norm.", "lm_head.")  # tensors that no later stage has
-FEW = 4  # rows that take as long as one: steps in flight don't share them out
+FEW = 4  # so few rows take as long as one, and are not split among the steps in flight
 
 
 # ------------------------------------------------------------------- the plan
@@ -93,8 +93,8 @@ def read_plan(asked: dict | list | None, num_stages: int,
 
 
 def places(counts: list[int], on_disk: list[int]) -> list[Place]:
-    """By how many layers each stage has, and how many of them are on disk, as far apart as they can
-    be. Example: [8, 9] and [2, 0] are 0..7, of which 3 and 7 are on disk, and 8..16."""
+    """Places of layers, from the number of layers of each stage and how many of them are on disk,
+    evenly spread. Example: [8, 9] and [2, 0] are 0..7, of which 3 and 7 are on disk, and 8..16."""
     found: list[Place] = []
     for count, some in zip(counts, on_disk, strict=True):
         start = found[-1].layers.stop if found else 0
@@ -126,10 +126,10 @@ def share_out(model_config: ModelConfig, stages: int) -> list[int]:
 
 @dataclass
 class Builder:
-    """What builds a rank's stage, by the plan as it is now."""
+    """Builds a rank's stage by the present plan."""
 
     plan: list[Place]  # all stages, first to last
-    traced: bool  # whether each stage tells rank 0 when it computed
+    traced: bool  # whether each stage reports to rank 0 when it computed
     coming: deque["Later"] = field(default_factory=deque)  # rank 0 has not received these yet
 
     def __call__(self, *args) -> "Stage":
@@ -142,7 +142,8 @@ class Builder:
 
 
 class Line:
-    """The line of stages, as one rank sees it: whom it receives from, and whom it sends to."""
+    """The pipeline as one rank sees it: the rank from which it receives, and that to which it
+    sends."""
 
     def __init__(self, made_by: Builder, config: ModelConfig, on: Placement):
         world = self.world = on.ranks
@@ -214,9 +215,9 @@ class Stage(Decoder):
 
 
 class Later:
-    """In the place of a step's output: rank 0 receives the hidden states when the engine asks for
-    the tokens. hidden: stands in for them. finish: makes the output of them. spans: which stage
-    computed from when to when, in seconds since 1970; between hosts as exact as their clocks."""
+    """Stands for a step's output: rank 0 receives the hidden states when the engine asks for the
+    tokens. hidden: a stand-in for them. finish: makes the output from them. spans: when each stage
+    computed, in seconds since 1970; between hosts this is as exact as their clocks."""
 
     def __init__(self, stage: nn.Module, hidden: torch.Tensor, finish: Callable):
         stage = getattr(stage, "stage", stage)  # transformers' network has one
@@ -231,8 +232,8 @@ class Later:
 
     @torch.inference_mode()
     def tolist(self) -> tuple[list, dict, list]:
-        """What steps that were lost have sent comes first. Ctrl-C waits: half a tensor is of no
-        use."""
+        """Receive the tokens, after the messages of lost steps. Ctrl-C waits, because a message
+        can't be received in part."""
         with ctrl_c_held(), self.line.world.together():
             while (one := self.line.coming.popleft()) is not self:
                 one.receive()
@@ -244,7 +245,7 @@ class Later:
             return tokens
 
     def receive(self) -> torch.Tensor:
-        """What the last stage has sent, and when each of the others computed."""
+        """The hidden states from the last stage, and the times at which each stage computed."""
         hidden, world = self.line.receive(self.num_rows, self.number), self.line.world
         for rank in range(1, world.size) if self.line.traced else ():
             span = world.receive(torch.empty(2, dtype=torch.float64), rank, self.number)
@@ -253,7 +254,7 @@ class Later:
 
 
 class LayerPlan(Extra):
-    """What `LLM(pipeline_parallel_size=n)` or `LLM(layer_plan=...)` adds."""
+    """The extra behind `LLM(pipeline_parallel_size=n)` and `LLM(layer_plan=...)`."""
 
     Options = LayerPlanOptions
     plan: list[Place]
@@ -305,18 +306,18 @@ class LayerPlan(Extra):
         return share_out_rows(self.engine.scheduler, step, num_new)
 
     def follow(self, plan: list[Place]) -> None:
-        """Say where the layers are now: 0 to 9 (4 on disk), 10 to 27."""
+        """Adopt a plan, and print it: "0 to 9 (4 on disk), 10 to 27", for example."""
         self.plan = plan
         say("layers: " + ", ".join(
             f"{layers.start} to {layers.stop - 1}" + f" ({len(on_disk)} on disk)" * bool(on_disk)
             for layers, on_disk in plan))
 
     def deploy(self, layer_plan: dict | list) -> None:
-        """Put the layers elsewhere, between two steps, on the ranks that there are. Each request
-        gives its blocks back and is computed anew, so none is lost and no text changes.
+        """Move the layers, between two steps, on the present ranks. Each request releases its
+        blocks and is recomputed, so none is lost and no text changes.
 
         Raises `ValueError`, and changes nothing, for a plan that can't be followed. On one rank a
-        full disk leaves the layers where they were. What else fails later ends the engine.
+        full disk leaves the layers where they were. Any other error later ends the engine.
         """
         engine = self.engine
         with engine.turns:
@@ -358,7 +359,7 @@ class LayerPlan(Extra):
             rebuild(runner, head)
 
     def metrics(self) -> list[Metric]:
-        """Of rank 0."""
+        """The metrics of rank 0's disk."""
         disk = self.engine.runner.model and self.engine.runner.model.disk
         return [] if disk is None else [
             Counter("nanoserve:layer_bytes_read", {}, disk.num_bytes),
@@ -366,8 +367,8 @@ class LayerPlan(Extra):
 
 
 def share_out_rows(scheduler: Scheduler, step: Step, num_new: int) -> int:
-    """How many of a prompt's tokens a step computes: none if it has its part of all rows, so that
-    the steps in flight are of one size. The prompt is computed in the next one."""
+    """How many of a prompt's tokens a step computes: none if the step has its share of all rows, so
+    that the steps in flight have equal sizes. The prompt is computed in the next one."""
     if scheduler.config.steps_at_once == 1:
         return num_new
     total = min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_seqs)
