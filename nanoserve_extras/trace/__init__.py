@@ -1,1 +1,1 @@
-"""What the scheduler and the cache did, step by step: recorded, or played without a model."""
+"""The work of scheduler and cache, step by step: recorded, or simulated without a model."""

@@ -6,16 +6,16 @@
     C needs 14 tokens at once to overtake B, 2 of the budget are left
     D stands behind C
 
-The scheduler notes in the step who sat out for whose blocks, who was preempted for whom, and at
-which sequence it stopped for lack of what (`Step.deferred`, `Step.preempted`, `Step.blocked_on`).
-Here the notes become sentences. One waiting sequence is *next in line* and has a reason of its own;
-all that stand behind it wait for that alone.
+The scheduler notes in the step which sequences were deferred for another one's blocks, which were
+preempted for which, and at which sequence it stopped and why (`Step.deferred`, `Step.preempted`,
+`Step.blocked_on`). This module turns the notes into sentences. One waiting sequence is *next in
+line* and has its own reason; all sequences behind it wait only for that one.
 
 Invariant: each sequence that is known to the scheduler and has no share of the step gets exactly
 one reason here, or stands behind the next in line. Asking changes nothing, and costs O(running)
 however long the queue is. Known limit: drafts take budget and blocks that are left at the end of
 `schedule()`, so with drafts a sentence may name fewer free blocks than there were. The scheduler
-makes no sentences in its hot path.
+only takes notes, so its hot path formats no text.
 """
 
 from dataclasses import dataclass, field
@@ -27,15 +27,17 @@ from nanoserve_extras.base.summary import many
 
 @dataclass
 class Waits:
-    """Sequences that wait in a step. of: what follows a sequence's name in a sentence about it.
-    next_in_line: waiting sequences not in `of` stand behind this one (None: there are none)."""
+    """Sequences that wait in a step. of: the sentence about each, without the sequence's name at
+    its beginning. next_in_line: waiting sequences that are not in `of` are behind this one (None:
+    there are none)."""
 
     of: dict[Sequence, str] = field(default_factory=dict)
     next_in_line: Sequence | None = None
 
 
 def explain(scheduler: Scheduler, step: Step) -> Waits:
-    """Ask this between `schedule()`, which made the step, and whatever changes the state next."""
+    """The reasons in a step. Call it after the `schedule()` that made the step, before the
+    scheduler's state changes again."""
     waits = Waits()
     if len(step.num_new_tokens) < len(scheduler.running):
         _explain_running(scheduler, step, waits.of)
@@ -50,8 +52,8 @@ def explain(scheduler: Scheduler, step: Step) -> Waits:
 
 
 def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, str]) -> None:
-    """Up to the one at which the step stopped only a step in flight can hold a sequence up, or an
-    extra (`Extra.cut`)."""
+    """Reasons of running sequences. Before the one at which the step stopped, a sequence can only
+    wait for a step in flight, or be held back by an extra (`Extra.cut`)."""
     stopped, lacks, _ = step.blocked_on or (None, "", 0)
     reason = ""
     for seq in scheduler.running:
@@ -67,7 +69,7 @@ def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, s
 
 
 def _of_next_in_line(scheduler: Scheduler, step: Step, seq: Sequence) -> str:
-    """In an order that names what lasts longest first."""
+    """The reason of the next in line. If there are several, the one that lasts longest."""
     stopped, lacks, _ = step.blocked_on or (None, "", 0)
     kept = len(step.deferred)
     if seq in step.preempted:
@@ -86,7 +88,8 @@ def _of_next_in_line(scheduler: Scheduler, step: Step, seq: Sequence) -> str:
 
 
 def _of_stopped(scheduler: Scheduler, step: Step) -> str:
-    """What the sequence lacks at which the step stopped; of the budget, if it didn't stop early."""
+    """The resource that the sequence lacks at which the step stopped; the budget, if the step did
+    not stop early."""
     seq, lacks, needed = step.blocked_on or (None, "budget", 0)
     if lacks == "cut":
         return _of_cut(seq)
@@ -103,20 +106,20 @@ def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     reason = f"needs {many(needed, 'block')}, {free:,} {'is' if free == 1 else 'are'} free"
     if seq.row < 0:
         return reason
-    # The last in the order would give its own up, but a step in flight still writes to them.
+    # The last running sequence would release its blocks, but a step in flight still writes to them.
     victim = scheduler.running[-1]
     whose = "its own step" if victim is seq else f"the step of {victim.name}"
     return f"{reason} until {whose} ends"
 
 
 def _of_cut(seq: Sequence) -> str:
-    """An extra left it none of its tokens."""
+    """The reason of a sequence whose tokens an extra has cut to none."""
     return "waits for the next step: " + (
         "this one encodes enough images of others" if seq.request.contents
         else "several are in flight, each with a part of all")
 
 
 def lost_blocks(victim: Sequence, taker: Sequence) -> str:
-    """Which sequence was preempted for which. The last in the order can preempt only itself."""
+    """The sentence about a preemption. The last running sequence can preempt only itself."""
     return "was preempted: it needs a block, and nobody stands behind it" if victim is taker else (
         f"was preempted for {taker.name}")

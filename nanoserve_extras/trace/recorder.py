@@ -1,9 +1,9 @@
-"""The step trace: what the scheduler and the cache did, recorded step by step, in one file to open.
+"""The step trace: the work of scheduler and cache, recorded step by step, in one file.
 
-`LLM(trace="run.html")` adds a `Trace` to the engine's extras: it is told what was added,
+`LLM(trace="run.html")` adds a `Trace` to the engine's extras: it observes the hooks added,
 scheduled, updated and ended, and changes nothing. From its stream of frames it writes a page that
 any browser opens without a network (`trace.html` is its template), or Chrome trace JSON, which
-ui.perfetto.dev opens. A frame is a step, with all that has happened since the step before:
+ui.perfetto.dev opens. A frame is a step, with all events since the step before:
 
     i, t, d   the step, from 0; when it was scheduled, and how long it took (µs; -1: never finished)
     q         requests that arrived          f   that ended: request, reason, output tokens
@@ -56,8 +56,8 @@ PROMPT_PREVIEW = 120  # characters
 
 
 class Recorder(Extra):
-    """What `LLM(trace=...)` adds. The trace is written whenever no request is left, and also after
-    an error, Ctrl-C or the script's end."""
+    """The extra behind `LLM(trace=...)`. The trace is written whenever no request is left, and also
+    after an error, Ctrl-C or the script's end."""
 
     Options = TraceOptions
 
@@ -85,13 +85,13 @@ class Recorder(Extra):
 
 
 def encoder_of(engine):
-    """The encoder cache of an engine that sees."""
+    """The encoder cache of an engine that takes images or sounds; None for others."""
     return next((extra.encoder for extra in engine.extras if hasattr(extra, "encoder")), None)
 
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """What the trace has told about a sequence so far."""
+    """The part of a sequence's state that is recorded so far."""
 
     number: int
     table: list[int] = field(default_factory=list)  # the sequence's own list: told by identity
@@ -121,7 +121,7 @@ class Trace(Extra):
         self.requests: list[list] = []
         self.frame_of: dict[int, dict] = {}  # by index, for steps in flight
         self.closed, self.is_written = False, False  # the second: nothing is new since `write`
-        self.last_write = (0.0, 0.0)  # when it ended, how long it took
+        self.last_write = (0.0, 0.0)  # its end, its duration
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
             budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs,
@@ -161,7 +161,7 @@ class Trace(Extra):
                 self._look_at_blocks(seq, lane)
         waits = explain(self.scheduler, step)
         for seq, reason in waits.of.items():
-            if seq not in step.preempted:  # who was has told so already
+            if seq not in step.preempted:  # a preemption is recorded already
                 self._tell("w", self.lanes[seq].number, reason)
         if waits.next_in_line is not None:
             self._tell("n", self.lanes[waits.next_in_line].number)
@@ -197,8 +197,8 @@ class Trace(Extra):
     # ---------------------------------------------- what changed in memory
 
     def _look_at_blocks(self, seq: Sequence, lane: Lane) -> None:
-        """Tell what the sequence gave back and took. `BlockManager.free` makes a new list for the
-        table, so the list that we kept still says what was in it."""
+        """Record the blocks that the sequence released and took. `BlockManager.free` makes a new
+        list for the table, so the list that we kept still has the released blocks."""
         if seq.block_table is not lane.table:
             if lane.num_seen:
                 self._tell("g", lane.number, -1)
@@ -224,8 +224,8 @@ class Trace(Extra):
             self.findable[block_id] = findable
 
     def _look_at_images(self) -> None:
-        """Tell the last frame what was encoded for its step: that is done once it is launched, and
-        now the next one is scheduled."""
+        """Add to the last frame the images that were encoded for its step: this is known only now,
+        when the next step is scheduled."""
         if self.encoder is not None and self.frames:
             tokens, runs = self.encoder.num_tokens, self.encoder.num_runs
             if (tokens, runs) != self.seen:
@@ -242,7 +242,7 @@ class Trace(Extra):
         self.is_written = False
 
     def _frame(self, index: int, duration: int) -> dict:
-        """What has happened since the last frame, as one."""
+        """A frame with all events since the last one."""
         changed = {kind: [one for one, is_findable in self.findable.items() if is_findable == says]
                    for kind, says in (("k", True), ("e", False))}
         return {"i": index, "t": self._now(), "d": duration} | self.frame | {
@@ -258,7 +258,8 @@ class Trace(Extra):
         self.lanes.clear()
 
     def stream(self) -> dict:
-        """All of it, as it is now. The last frame is no step: it has what happened after it."""
+        """The whole recording so far. Its last frame is no step: it has the events after the last
+        step."""
         self._look_at_images()
         return dict(meta=dict(self.meta), requests=list(self.requests),
                     frames=[*self.frames, self._frame(-1, 0)])
@@ -294,7 +295,7 @@ class Trace(Extra):
                  f"{self.path} ({len(text) / 2 ** 20:.1f} MB): {how}")
 
     def close(self) -> None:
-        """Write what was not written yet, and record no more. A second call is harmless."""
+        """Write the rest of the recording, and stop recording. A second call is harmless."""
         self.write(always=True)
         self._finish_recording()
 

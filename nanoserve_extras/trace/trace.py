@@ -21,11 +21,12 @@ line, are passed over). A cell of the table is what a request gets in that step:
     preempted gave its blocks back, will recompute
     ·         waits
 
-Below the step stands why: a line for each request that waits or was preempted. Many requests have
-figures in the place of a table, and those of each priority, under every policy.
+Below a step there is a line with the reason for each request that waits or was preempted. For many
+requests there is no table, but figures: for all of them and for each priority.
 
-The clock is simulated: a step takes `--step-ms`, and `--token-us` more for each token in it. That
-is the shape of a real step (weights are read once, arithmetic grows with the tokens), not its size.
+The clock is simulated: a step takes `--step-ms`, and `--token-us` more for each token in it. A real
+step's time has the same form (weights are read once, arithmetic grows with the tokens), but other
+numbers.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def order_named(name: str) -> Extra:
 
 
 def at_least(kind: type, least: int) -> Callable[[str], float]:
-    """How an option is read."""
+    """A reader for an option's number, for argparse."""
     def read(text: str) -> float:
         with suppress(ValueError):
             if least <= (value := kind(text)) < inf:
@@ -127,7 +128,7 @@ def at_least(kind: type, least: int) -> Callable[[str], float]:
 
 
 def in_own_words(text: str) -> str:
-    """What the engine's parts say, with this command's options in place of the engine's."""
+    """An error of the engine with this command's options in place of the engine's."""
     for name, ours in OWN_WORDS.items():
         text = text.replace(name, ours)
     return text
@@ -228,8 +229,8 @@ class Simulation:
         return trace
 
     def _arrive(self) -> None:
-        """Whoever is due; when nobody runs, the clock jumps to the next arrival, and `max_wait` on
-        (a server also begins when a step is full)."""
+        """Submit the requests that are due. If no request runs, the clock jumps to the next arrival
+        plus `max_wait` (a server also begins when a step is full)."""
         if not self.scheduler.has_unfinished() and self.num_arrived < len(self.seqs):
             self.now = max(self.now, self.stats[self.num_arrived].arrival_time + self.max_wait)
         while self.num_arrived < len(self.seqs) and (
@@ -241,7 +242,7 @@ class Simulation:
             self.num_arrived += 1
 
     def steps(self) -> Iterator[Step]:
-        """Runs to the end; yields each step while it is in flight."""
+        """Run to the end, and yield each step while it is in flight."""
         hooks = self.scheduler.hooks
         self._arrive()
         while self.scheduler.has_unfinished():
@@ -292,7 +293,8 @@ class Simulation:
 
 
 def table(simulation: Simulation) -> str:
-    """Run the requests to their end; a line a step, and below it who waits and why."""
+    """Run the requests to their end. A line for each step, and below it the sequences that wait,
+    with the reasons."""
     seqs, scheduler = simulation.seqs, simulation.scheduler
     rows = [["step", "tokens", *(seq.request.request_id for seq in seqs), "free blocks"]]
     reasons: list[list[str]] = [[]]  # below each row
@@ -309,8 +311,8 @@ def table(simulation: Simulation) -> str:
 
 
 def _reasons(scheduler: Scheduler, step: Step, seqs: list[Sequence]) -> list[str]:
-    """A sentence for each that has no share of the step; those that only stand behind another one
-    share a sentence."""
+    """A sentence for each sequence without a share of the step; all that are only behind another
+    one share a sentence."""
     waits = explain(scheduler, step)
     waits.of = {seq: in_own_words(reason) for seq, reason in waits.of.items()}
     said = [f"{seq.name} {lost_blocks(seq, taker)}" for seq, taker in step.preempted.items()]
