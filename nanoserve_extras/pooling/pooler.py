@@ -1,4 +1,4 @@
-"""What hidden states become: which positions, which head, which activation (see pooling.py).
+"""Poolers: which positions, which head and which activation a model's vectors need (pooling.py).
 
     architecture                convert     head                              activation
     Qwen3Model, ...ForCausalLM  embed       none; the LM head is not loaded   L2-normalise
@@ -8,17 +8,17 @@
     ...ForCausalLM, with        classify    rows of the LM head: a reranker   sigmoid
       classifier_from_token                 that answers "yes" or "no"
 
-A `Pooler` is read from a checkpoint's files: the architecture's name, `config.json`, and what
-sentence-transformers wrote beside them (sentence_files.py), whose modules stand before and behind
-the pooling. The user may overrule them (`convert`, `pooler_config`). The `Pooler` is sent to all
-ranks. On each of them `replace_head` puts its head in the LM head's place, so that the loader fills
-the head like any other module and checks that nothing is missing.
+A `Pooler` is read from a checkpoint's files: the architecture's name, `config.json`, and the files
+of sentence-transformers (sentence_files.py), with modules before and after the pooling. The user
+may override them (`convert`, `pooler_config`). The `Pooler` is sent to all ranks. On each of them
+`replace_head` puts its head in the LM head's place, so that the loader fills the head like any
+other module and checks that nothing is missing.
 
-Invariant: what would change the numbers and is not implemented (attention that looks ahead) is
-refused by name. From the hidden states on all is float32, whatever the model computes in: sums over
-positions, modules, heads.
+Invariant: settings that would change the result and are not implemented (bidirectional attention)
+are refused by name. After the hidden states everything is float32, whatever the model's dtype: sums
+over positions, modules, heads.
 
-Only rank 0 pools: each rank has the hidden states, and the others need not know.
+Only rank 0 pools; all ranks have the hidden states, but need no result.
 """
 
 from dataclasses import dataclass, field, replace
@@ -49,7 +49,7 @@ POOLING_TYPE = rules.choice(*POOLING_TYPES.values(), "ALL")
 TASKS = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_classify"),
          "reward": ("token_classify",)}
 HEADS = ("lm_head.", "score.")  # heads that a checkpoint may have and that may be unused
-# Of two texts' vectors, row by row; the nearer the texts, the larger.
+# Similarities of two texts' vectors, row by row; the larger, the more similar.
 SIMILARITIES = {
     "cosine": lambda a, b: F.cosine_similarity(a, b, dim=-1),
     "dot": lambda a, b: (a * b).sum(-1),
@@ -60,7 +60,7 @@ SIMILARITIES = {
 @takes_vllms_words("PoolerConfig", "pooling")
 @dataclass(kw_only=True)
 class PoolerConfig:
-    """How a model pools, where its files don't say it or are to be overruled."""
+    """How a model pools, if its files lack it or shall be overridden."""
 
     pooling_type: Annotated[str, POOLING_TYPE] | None = None  # None: what the files say, else LAST
     use_activation: Flag | None = None  # None: as the model is meant
@@ -73,8 +73,8 @@ class PoolerConfig:
 
 @dataclass
 class Pooler:
-    """What a model's hidden states become. `of` reads it from files, `replace_head` makes its head,
-    and in each step `pool` replaces the sampler."""
+    """Makes vectors, classes or scores from hidden states. `of` reads it from files, `replace_head`
+    makes its head, and in each step `pool` replaces the sampler."""
 
     kind: str  # "embed", "classify" or "reward"
     task: str = field(init=False)  # a request's, if it names none
@@ -99,9 +99,9 @@ class Pooler:
     @classmethod
     def of(cls, options: PoolingOptions, overrides: dict, model_config: ModelConfig, folder: Path,
            tokenizer) -> "Pooler":
-        """Find out from the architecture's name, `config.json`, sentence-transformers' files, and
-        what the user overrules. overrides: of config.json. Raises `ValueError` for what can't be
-        pooled."""
+        """Read the pooler from the architecture's name, `config.json`, sentence-transformers' files
+        and the user's options. overrides: those of config.json. Raises `ValueError` if the model
+        can't pool so."""
         entries = read_json(folder / "config.json", True) | overrides
         asked = options.pooler_config
         if asked is None or isinstance(asked, dict):
@@ -178,7 +178,7 @@ class Pooler:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Modules behind the pooling are for whole prompts: then there are no tokens' tasks."""
+        """Modules after the pooling are for whole prompts: then there are no tasks for tokens."""
         tasks = TASKS[self.kind][:1] if len(self.files.on_vectors) else TASKS[self.kind]
         return tuple(one for one in tasks if one.startswith("token_")
                      or self.pooling_types != ("ALL",))
@@ -189,8 +189,8 @@ class Pooler:
         return self.kind != "embed" and not self.files.pooling_types
 
     def beginning(self, text: str | None, name: str | None) -> str:
-        """What the texts of this name begin with ("query": "search for: "). Raises `ValueError` for
-        a name that the model does not have, or a prompt without a text."""
+        """The prefix of texts by its name ("query": "search for: "). Raises `ValueError` for a name
+        that the model does not have, or a prompt without a text."""
         if name is None:
             return ""
         if name not in self.files.prompts:
@@ -216,7 +216,7 @@ class Pooler:
         return SIMILARITIES[self.files.similarity](first, second)
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """A prefix of an embedding means something only where the model was trained for it."""
+        """Raises `ValueError` unless the model was trained for embeddings of this length."""
         if dimensions is None:
             return
         if self.kind != "embed":
@@ -250,7 +250,7 @@ class Pooler:
         model.take_head("lm_head" if self.token_ids and not self.tied else "score", self.head)
 
     def pool(self, hidden: torch.Tensor, num_samples: int) -> "PooledStep":
-        """In the sampler's place. hidden: (samples + prompt positions, hidden_size)."""
+        """Called instead of the sampler. hidden: (samples + prompt positions, hidden_size)."""
         return PooledStep(hidden[:num_samples], hidden[num_samples:])
 
     def read(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -259,8 +259,8 @@ class Pooler:
 
     def finish(self, vectors: torch.Tensor, activate: bool,
                dimensions: int | None = None) -> torch.Tensor:
-        """What was pooled, (n, numbers) in float32, through modules, head and activation.
-        dimensions: of an embedding, the first so many, normalised again."""
+        """Apply modules, head and activation to pooled vectors, (n, numbers) in float32.
+        dimensions: keep so many of an embedding's first numbers, and normalise them again."""
         x = vectors if self.head is None else self.head.to(vectors.device)(vectors)
         x = _finite(self.files.on_vectors.to(x.device)(x))
         if self.kind != "embed":
@@ -334,7 +334,7 @@ class PooledStep:
         return [None] * len(self.last), dict(enumerate(self.last)), self.positions
 
 
-# ------------------------------------------------------- what is kept of a text's positions
+# ------------------------------------------------------- reductions over a text's positions
 
 
 class First:
@@ -385,7 +385,7 @@ class MeanOfRoots(Mean):
 
 
 class WeightedMean(Mean):
-    """The third position counts three times, say."""
+    """A mean in which position i counts i times, from 1 on."""
 
     def weights(self, start: int, count: int) -> torch.Tensor:
         return torch.arange(start + 1.0, start + count + 1)

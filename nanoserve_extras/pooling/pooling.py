@@ -1,8 +1,8 @@
 """Pooling: prompts become vectors, classes and scores, and no token is ever sampled.
 
 A prompt is computed by the same steps as any other: in chunks, beside others, in the same blocks.
-What differs is the end. The LM head is not loaded, and instead of logits each step hands out the
-hidden states of the positions that were asked for:
+Only the end differs. The LM head is not loaded, and instead of logits each step returns the hidden
+states of the positions that are needed:
 
     prompt     t0   t1   t2 | t3   t4              two chunks, two steps
     CLS        h0                                  ─┐
@@ -11,8 +11,8 @@ hidden states of the positions that were asked for:
     MAX        the largest of h0 ... h4, by number  │
     ALL        h0   h1   h2   h3   h4              ─┘   each one by itself
 
-Those positions are `prompt_logprob_positions`, which the core has anyway. A pooled sequence gets
-None instead of a token, and ends there, because the prompt is its maximum length.
+These positions are `prompt_logprob_positions`, which the core has for logprobs. A pooled sequence
+gets None instead of a token, and ends there, because the prompt is its maximum length.
 
 Invariants: the same numbers alone, batched or in chunks. A request that needs another position than
 the last never reads the prefix cache, which keeps no hidden states. A chunk counts once.
@@ -58,7 +58,7 @@ SIDE = rules.choice("left", "right")
 @takes_vllms_words("PoolingParams", "pooling")
 @dataclass(kw_only=True)
 class PoolingParams:
-    """What one request asks for. Raises `ValueError` naming the field."""
+    """The parameters of one request. Raises a `ValueError` that names the field."""
 
     use_activation: Flag | None = None  # None: the model's default
     dimensions: Count | None = None  # Matryoshka: the embedding's first numbers
@@ -120,7 +120,7 @@ class PoolingRequestOutput:
 
 @dataclass(eq=False, kw_only=True)
 class PoolingRequest(Request):
-    """A request of one sequence, and what is known of its vector; params: `PoolingParams`."""
+    """A request of one sequence, with the part of its vector so far; params: `PoolingParams`."""
 
     pooler: Pooler
     num_skipped: int = 0  # positions of what the text begins with, which aren't pooled
@@ -194,7 +194,7 @@ class PoolingRequest(Request):
 
 
 def make_headless(make_network: Callable, *args, **options) -> Any:
-    """A network that isn't ours, without its LM head. None where it was only tried."""
+    """A network of transformers without its LM head. None in a trial of weights."""
     model = make_network(*args, **options)
     if model is not None:
         model.drop_head()
@@ -202,7 +202,7 @@ def make_headless(make_network: Callable, *args, **options) -> Any:
 
 
 class Pooling(Extra):
-    """What `LLM(runner="pooling")` adds: a pooler, what takes the place of `InputProcessor`, and
+    """The extra behind `LLM(runner="pooling")`: a pooler, a replacement for `InputProcessor`, and
     the methods `encode`, `embed`, `classify` and `score` of `LLM`."""
 
     Options = PoolingOptions
@@ -223,7 +223,7 @@ class Pooling(Extra):
                        make_inputs=partial(PoolingInputs, self.pooler))
 
     def _shortened(self, plan: Plan) -> EngineConfig:
-        """With the `max_model_len` that sentence-transformers' files say."""
+        """The config, with the `max_model_len` of sentence-transformers' files."""
         config, longest = plan.config, self.pooler.longest
         if longest is None or config.max_model_len <= longest:
             return config
@@ -295,7 +295,8 @@ class Pooling(Extra):
         return _converted(outputs, lambda data: ScoringOutput(data.item()))
 
     def _cosines(self, first: list, second: list, params, options) -> list:
-        """A query that all of `second` are compared with is embedded once."""
+        """Scores of embeddings. If one query is compared with all of `second`, it is embedded once.
+        """
         if not second:
             return []
         if isinstance(options.get("lora_request"), (list, tuple)):
@@ -317,7 +318,7 @@ class Pooling(Extra):
 
 
 class PoolingInputs(Inputs):
-    """Checks what comes in."""
+    """Checks requests to pool."""
 
     def __init__(self, pooler: Pooler, config: EngineConfig, model_config: ModelConfig, tokenizer):
         super().__init__(config, model_config, tokenizer)
@@ -327,10 +328,12 @@ class PoolingInputs(Inputs):
         self.own_limit = self._own_limit()
 
     def _own_limit(self) -> int | None:
-        """At how many tokens a text is cut that asks for nothing; None: then it is refused.
+        """The length to which a text is truncated without being asked; None: longer ones are
+        refused.
 
-        Files say so that name a length for an encoder (max_seq_length), and a tokenizer's that have
-        an entry for cutting. A lower max_model_len is the user's: what is longer is refused.
+        Files ask for it that have a length for an encoder (max_seq_length), and tokenizer files
+        with an entry for truncation. If the user's max_model_len is lower, longer texts are
+        refused.
         """
         files, given = self.pooler.files, getattr(self.tokenizer, "init_kwargs", {})
         cuts = files.longest is not None and self.pooler.side == "right" or (
@@ -369,12 +372,12 @@ class PoolingInputs(Inputs):
                               num_skipped=self._num_skipped(begin, ids))
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Not yet, where `process` may put another text around."""
+        """Texts are not tokenised yet if `process` may add a prefix or a template."""
         files = self.pooler.files
         return prompts if files.prompts or files.template is not None else super().tokenize(prompts)
 
     def _begin(self, prompt: Prompt, params: PoolingParams) -> str:
-        """What the text begins with. Of token ids with a text, as `pair` makes them, it is in front
+        """The prefix of a text. Prompts with token ids and a text, which `pair` makes, have it
         already. Raises `ValueError`."""
         name, text = params.prompt_name or self.pooler.files.default_prompt, text_of(prompt)
         if text is not None or params.task.endswith("embed"):
@@ -384,13 +387,14 @@ class PoolingInputs(Inputs):
         return begin if has_it else ""
 
     def _ids(self, begin: str, text: str) -> list[int]:
-        """A text's tokens. An empty text's are the special ones, as in sentence-transformers."""
+        """A text's tokens; for an empty text the special ones, as in sentence-transformers."""
         if (options := self.pooler.files.template) is None:
             return self.encode(begin + text)
         return self._render(begin, [{"role": "user", "content": text}], options)
 
     def _render(self, begin: str, messages: list[dict], options: dict) -> list[int]:
-        """What a text begins with is the system's message, as in sentence-transformers."""
+        """Tokens by the chat template; the prefix is the system message, as in
+        sentence-transformers."""
         system, files = [{"role": "system", "content": begin}] if begin else [], self.pooler.files
         messages = system + messages
         own = options.get("chat_template") or getattr(self.tokenizer, "chat_template", None) or ""
@@ -448,10 +452,10 @@ class PoolingInputs(Inputs):
                         read if self.pooler.files.restores_suffix else lambda text: [])
 
     def pair(self, query: str, document: str, chat_template: str | None, asked: Any) -> Prompt:
-        """What a reranker reads: as its template says, one text behind the other (a generator that
-        answers yes or no), or as the tokenizer joins pairs. asked: `PoolingParams`, or a body. What
-        is too long loses the document's end, or start; only a tokenizer that joins pairs takes
-        tokens off the longer text, unless a side is named."""
+        """A reranker's prompt: by its template, both texts in a row (a generator that answers yes
+        or no), or joined by the tokenizer. asked: `PoolingParams`, or a body. Too long a prompt
+        loses the document's end, or start; but a tokenizer that joins pairs truncates the longer
+        text, unless a side is named."""
         if not isinstance(query, str) or not isinstance(document, str):
             raise ValueError(f"score() needs texts, got {query!r:.80} and {document!r:.80}")
         count, side, files = asked.truncate_prompt_tokens, asked.truncation_side, self.pooler.files
@@ -478,7 +482,7 @@ class PoolingInputs(Inputs):
 
 
 def text_of(prompt: Prompt) -> str | None:
-    """Of a prompt without token ids."""
+    """The text of a prompt without token ids."""
     if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None:
         prompt = prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None
@@ -495,7 +499,7 @@ def lower(tokenizer: Any) -> None:
 
 
 def _converted(outputs: list[PoolingRequestOutput], kind: Callable) -> list[PoolingRequestOutput]:
-    """With what `kind` makes of the tensors; a request that was aborted has none."""
+    """The outputs with `kind` applied to their tensors; an aborted request has none."""
     return [output if output.outputs is None else
             replace(output, outputs=kind(output.outputs.data)) for output in outputs]
 

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files say of a model: each field is applied, or refused by name.
+"""sentence-transformers' files of a model: each field is applied, or refused by name.
 
     modules.json                        which modules there are, in order, and the folder of each
     1_Pooling/config.json, ...          a module's fields; its tensors lie beside them
@@ -16,8 +16,8 @@ A model is a row of modules. Each makes a named tensor of another one:
 A record below has all fields of its file, of versions 2 to 6, and each field's rule has the values
 that are taken. Fields whose rule is ANYTHING change no number here; the comment says why.
 
-Invariant: numbers are those of sentence-transformers, or the file is refused with the field, its
-value and the remedy. So a field that no record has is refused, too: it may change numbers.
+Invariant: results equal those of sentence-transformers, or the file is refused with the field, its
+value and the remedy. So a field that no record has is refused, too: it may change results.
 """
 
 import json
@@ -74,7 +74,7 @@ def keep_prompts(prompts: Any) -> dict[str, str]:
 
 
 def nothing(what: str) -> Rule:
-    """Of a field that must be left out, or null."""
+    """The rule of a field that must be left out, or null."""
     return Rule(f"null: {what}", lambda value: only_if(value is None, value))
 
 
@@ -100,7 +100,7 @@ TENSOR = rules.choice(TOKENS, VECTOR, SCORES)
 
 @dataclass(kw_only=True)
 class Record:
-    """What one file says."""
+    """The fields of one file."""
 
     @classmethod
     def read(cls, file: Path, entries: dict | None = None) -> Self:
@@ -362,7 +362,8 @@ KINDS = ("Transformer", "Pooling", *STEPS, "LogitScore", "Dropout")
 
 @dataclass
 class SentenceModel:
-    """What the files say. Without modules.json `kind` is None, and only prompts may be there."""
+    """The contents of all files. Without modules.json `kind` is None, and there may be prompts
+    only."""
 
     kind: str | None = None  # "embed" or "classify"
     task: str | None = None  # of the network
@@ -418,8 +419,8 @@ def read_sentence_model(folder: Path, config: dict, hidden_size: int) -> Sentenc
 
 
 def _follow(modules: list[tuple[str, Path]], model: SentenceModel, hidden_size: int) -> None:
-    """Find out which modules make the result, and of what. made: for each tensor its width and the
-    modules that make it, from the pooling on, or before it."""
+    """Find the modules that make the result. made: for each tensor its width and the modules that
+    make it, from the pooling on, or before it."""
     made: dict[str, tuple[int, list[nn.Module]]] = {TASKS[model.task][0]: (hidden_size, [])}
     for kind, part in modules[1:]:
         if kind == "Pooling":
@@ -516,7 +517,7 @@ def read_modules(folder: Path) -> list[tuple[str, Path]]:
 
 
 def read_first(folder: Path) -> TransformerFile:
-    """Of the names that its file may have the first that says something."""
+    """The first module's file: the first of its possible names that has entries."""
     found = (read_json(folder / name) and folder / name for name in TRANSFORMER_FILES)
     return TransformerFile.read(next(filter(None, found), folder / TRANSFORMER_FILES[0]))
 
@@ -538,7 +539,7 @@ def longest_text(folder: Path, config: dict) -> int | None:
 
 
 def too_long(asked: int, longest: int) -> str:
-    """Of a max_model_len that was asked for."""
+    """The error for a max_model_len that is too large."""
     return (f"max_model_len={asked} is above the {longest} tokens that sentence-transformers' "
             "files allow a text (max_seq_length in sentence_bert_config.json, or model_max_length "
             "in tokenizer_config.json): lower it, or raise their number")
@@ -550,7 +551,7 @@ def _says_reranker(config: dict) -> bool:
 
 
 def _read_activation(folder: Path, said: ModelFile, config: dict) -> nn.Module | None:
-    """Of a reranker: the newer file's word, else that of config.json."""
+    """A reranker's activation: from the newer file, else from config.json."""
     if said.activation_fn is not None:
         return said.activation_fn
     entry, older = config.get("sentence_transformers"), config.get(
