@@ -1,21 +1,21 @@
-"""Networks whose layers keep a memory of their own: Mamba 2, gated delta nets, short convolutions.
+"""Networks with recurrent layers: Mamba 2, gated delta nets, short convolutions.
 
-Attention looks back at the KV of all tokens. A recurrent layer folds them into one *state* of a
-fixed size instead (Gu and Dao 2023, "Mamba"; Yang et al. 2024, "Gated Delta Networks"), and a
-hybrid has both kinds of layers. The KV is in blocks, as ever. A state lies at `Sequence.row`:
+Attention reads the KV of all tokens. A recurrent layer folds them into one *state* of a fixed size
+instead (Gu and Dao 2023, "Mamba"; Yang et al. 2024, "Gated Delta Networks"), and a hybrid has both
+kinds of layers. The KV is in blocks, as always. A state is at index `Sequence.row`:
 
     states   padding | zeros | row 0 | ... | row R-1 | snapshot | ... | drafts of row 0 | ...
              a row begins ▲  | a step changes its own | or here ▲     | behind each draft: the next
                                                                       step goes on from a right one
 
-Three numbers a row say where, sections of the batch: a CUDA graph reads them as it reads all others
-(0 in rows of padding). Snapshots are copied between two steps.
+Three numbers for each row, in sections of the batch, give these places, so that a CUDA graph can
+read them (0 in rows of padding). Snapshots are copied between two steps.
 
-transformers' recurrent layers (*mixers*) reach their state through one interface of its cache. So
-one object that answers it with the states of some rows, `Rows`, runs all of them.
+transformers' recurrent layers (*mixers*) access their state through one interface of its cache. So
+one class, `Rows`, which implements it with the states of some rows, runs all of them.
 
 Invariant: **a row's state is that of exactly the tokens that its sequence has computed.** KV may be
-written twice; a token that is folded twice changes the text. So a row begins with zeros or a
+written twice; a token that is folded in twice changes the text. So a row begins with zeros or a
 snapshot (recurrent_snapshots.py), and a sequence of a lost step starts anew. A trial at
 load takes 9 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row; networks whose
 mixers take no state from outside (Mamba 1, Jamba) fail it and are refused.
@@ -71,7 +71,7 @@ LEAST_SNAPSHOTS = 4  # also with a small cache
 
 @dataclass
 class Rows:
-    """In the place of transformers' cache. Attention has `Pages`; `update` hands its keys back.
+    """Replaces transformers' cache. Attention uses `Pages`, so `update` returns keys unchanged.
 
     states: (num_states, ...) each; while a mixer runs, those of its rows alone, (b, ...). sources,
     places, drafts: (b,) where the state of each of the step's rows lies; where its tokens leave it;
@@ -117,8 +117,8 @@ class Rows:
 
     @cached_property
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each token: its index in the step, its row, and its place in that row. (num_tokens,)
-        each. Padding counts to the last row."""
+        """For each token its index in the step, its row, and its place in that row, (num_tokens,)
+        each. Padding belongs to the last row."""
         starts = self.starts.long()
         index = torch.arange(self.num_tokens, device=starts.device)
         row = torch.searchsorted(starts[1:], index, right=True).clamp(max=len(starts) - 2)
@@ -141,10 +141,11 @@ class Rows:
 
     @cached_property
     def parts(self) -> list[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor]]:
-        """What a mixer computes at once: which tokens, n of b rows each; where these rows' states
-        lie and are left, (b,) each. First the rows of one token and the first of drafted rows, then
-        the second of these, and so on, each a batch with n = 1; then chunks, each with b = 1. In a
-        recording of such rows: all tokens, each of which leaves a state (see `windows`)."""
+        """The batches that a mixer computes: the tokens, n of each of b rows; where these rows'
+        states are read and written, (b,) each. First the rows of one token and the first tokens of
+        drafted rows, then the second tokens of these, and so on, each a batch with n = 1; then
+        chunks, each with b = 1. In a recording of rows with drafts: all tokens, each of which
+        leaves a state (see `windows`)."""
         if self.are_single:
             return [(slice(None), self.sources, self.places)]
         index, row, behind = self.tokens
@@ -167,9 +168,10 @@ class Rows:
 
     @cached_property
     def windows(self) -> torch.Tensor:
-        """What a convolution weighs for each token, (num_tokens, width): indices into the states of
-        all rows, `width - 1` tokens each, and the step's tokens behind them. With a width of 4 the
-        second token of row 2 finds 2 in a state, at 3 * 2 + 1 and behind it, and 2 in the step."""
+        """The inputs of a convolution for each token, (num_tokens, width): indices into the states
+        of all rows, `width - 1` tokens each, followed by the step's tokens. Example: with a width
+        of 4 the second token of row 2 reads two inputs from a state, at 3 * 2 + 1 and the next
+        index, and two from the step."""
         kept = next(one.shape[1] for (kind, *_), one in self.states.items() if kind == "conv")
         index, row, behind = (one[:, None] for one in self.tokens)
         i = torch.arange(kept + 1, device=index.device)
@@ -195,8 +197,8 @@ class Rows:
 
 
 class Finder(Rows):
-    """Notes which module touches which state, and its shape. A mixer that finds none begins anew
-    and hands over what it would keep."""
+    """Notes which module uses which state, and its shape. A mixer that finds no state begins with
+    zeros, and passes on the state that it would keep."""
 
     def __init__(self, network: nn.Module):
         super().__init__({}, *[torch.empty(0)] * 4, 0, [], [])
@@ -243,9 +245,9 @@ class Finder(Rows):
 
 def by_rows(mixer: Callable, keys: list[Key], layers: list[Linear], hidden_states: torch.Tensor,
             cache: Rows, **unused) -> torch.Tensor:
-    """A mixer's forward, (1, num_tokens, hidden_size), in the place of its own, in `cache.parts`.
-    No mask is handed on: a row has no padding. layers: those in it, whose adapters must know whose
-    tokens they are given."""
+    """Replaces a mixer's forward, (1, num_tokens, hidden_size), and runs it over `cache.parts`. No
+    mask is passed: a row has no padding. layers: the linear layers in it, whose adapters must know
+    which tokens they get."""
     out = torch.empty_like(hidden_states)
     for tokens, sources, targets in cache.parts:
         for layer in layers:
@@ -263,9 +265,9 @@ def by_rows(mixer: Callable, keys: list[Key], layers: list[Linear], hidden_state
 
 
 class RecurrentModel(TransformersModel):
-    """A network of transformers' with a state for each row, and snapshots. config: resolved.
-    most: of snapshots, in bytes. num_drafts: of a row. counts: of rows and snapshots, if the engine
-    has had such a network before."""
+    """A network of transformers with a state for each row, and snapshots. config: resolved. most:
+    the memory of snapshots, in bytes. num_drafts: the drafts of a row. counts: the numbers of rows
+    and snapshots, if the engine had such a network before."""
 
     def __init__(self, config: EngineConfig, most: int | None, num_drafts: int,
                  counts: tuple[int, int] | None, *args, **options):
@@ -287,7 +289,7 @@ class RecurrentModel(TransformersModel):
             states.is_scratch = True  # an engine that sleeps forgets them
 
     def make_states(self, count: int) -> dict[Key, torch.Tensor]:
-        """`count` of them, zeroed. Written here, so that they no longer count as free memory."""
+        """`count` states of zeros, written here so that their memory no longer counts as free."""
         return {key: torch.empty(count, *state.shape[1:], dtype=state.dtype,
                                  device=self.on.device).zero_()
                 for key, state in self.shapes.items()}
@@ -327,7 +329,8 @@ class RecurrentModel(TransformersModel):
     # ------------------------------------------------------------ the trial at load
 
     def _probe(self, width: int) -> dict[int, tuple]:
-        """Find the mixers, and hold their chunks against what the network computes at once."""
+        """Find the mixers, and compare their results in chunks with those of the network at once.
+        """
         count = min(sum(CHUNKS), self.config.max_position_embeddings)
         ids = (torch.arange(2 * count, device=self.on.device) * 7 + 1) % self.config.vocab_size
         texts = [(one, torch.arange(len(one), device=ids.device)) for one in ids.split(count)]
@@ -399,7 +402,8 @@ class RecurrentModel(TransformersModel):
 
     def in_chunks(self, ids: torch.Tensor, positions: torch.Tensor, others: torch.Tensor,
                   places: torch.Tensor) -> torch.Tensor:
-        """The same in several steps. Beside each chunk another row, in front, computes a token."""
+        """The same in several steps. In each of them another row, before this one, computes a
+        token."""
         states, out = self.make_states(2), []
         chunks = zip(ids.split(CHUNKS), positions.split(CHUNKS), strict=True)
         for i, (chunk, at) in enumerate(chunks):
@@ -420,7 +424,7 @@ def mask_for(ids: torch.Tensor) -> torch.Tensor:
 
 
 class Recurrent(Extra):
-    """What `LLM` adds for a network that keeps states."""
+    """The extra that `LLM` adds for a network with states."""
 
     snapshots: Snapshots
     counts: tuple[int, int] | None = None  # other weights don't change them
@@ -459,8 +463,9 @@ class Recurrent(Extra):
             f"{slow if model.num_fast < model.num_mixers else ''}")
 
     def launching(self, step: Step) -> None:
-        """A graph holds no copies, so those behind a step come in front of the next one, which is
-        the same to the device. A step that is lost has no snapshots: its copies do no harm."""
+        """Copy states. A graph contains no copies, so copies after a step are made before the next
+        one, in the same order on the device. A lost step has no snapshots: its copies do no harm.
+        """
         for start in range(0, len(self.after), HEAD // 4):
             self.copy(self.after[start:][:HEAD // 4])
         copies = self.snapshots.plan(step)
@@ -485,7 +490,7 @@ def copy_states(runner: Runner, head: torch.Tensor) -> None:
 
 
 def free_memory(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that are left once the weights are there, for all that a sequence keeps."""
+    """Bytes that the weights leave for KV and states."""
     if device.type != "cuda":
         return cpu_budget(1)[0]
     free, total = torch.cuda.mem_get_info(device)
@@ -498,9 +503,9 @@ def size_of(num_bytes: int) -> str:
 
 def share_memory(config: EngineConfig, snapshot_bytes: int | None, num_drafts: int,
                  state_bytes: int, token_bytes: int, budget: int) -> tuple[int, int]:
-    """How many rows get a state, and how many snapshots there are. snapshot_bytes: for these, if
-    the user says so. budget: bytes that are left, for states and KV. Raises `ValueError` where
-    there is no room for one row. A stage of states alone has no KV, and asks for few snapshots."""
+    """The numbers of rows with a state, and of snapshots. snapshot_bytes: the user's option.
+    budget: bytes for states and KV. Raises `ValueError` if there is no room for one row. A stage
+    with recurrent layers only has no KV, and gets few snapshots."""
     row_bytes = state_bytes * (1 + num_drafts)
     num_rows = min(config.max_num_seqs, int((STATES_SHARE * budget - state_bytes) / row_bytes))
     if num_rows < 1:

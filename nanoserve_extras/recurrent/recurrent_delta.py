@@ -1,7 +1,7 @@
-"""Gated delta nets (Yang et al. 2024) by an op of ours: the fast way for Qwen3.5 and its kin.
+"""Gated delta nets (Yang et al. 2024) by our own operator: fast layers for Qwen3.5 and similar.
 
-transformers' module keeps its weights, and its matrices stay `Packed`, in int8 and int4, too. What
-it computes between them is done here, for all rows of a step at once:
+transformers' module keeps its weights, and its matrices stay `Packed`, in int8 and int4, too. The
+operations between them are computed here, for all rows of a step at once:
 
     x ─ [qkv] ─ convolve, SiLU ─ delta_rule ─ rms_norm ─ times SiLU(z) ─ [out] ─►
       └ [z], [b], [a]: gates     the state: (heads, key_dim, value_dim) in float32
@@ -10,8 +10,8 @@ it computes between them is done here, for all rows of a step at once:
 pass the same test: compiled for CPUs (recurrent_delta.cpp), Triton's for GPUs
 (recurrent_triton.py).
 
-Invariant: that a module computes this is tried, never assumed from its looks. At load a trial of
-each (recurrent.py) compares, and where numbers differ transformers' own way is taken.
+Invariant: a module's class is no proof that it computes this. At load each one is tried
+(recurrent.py), and if the numbers differ, transformers' own forward is used.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from nanoserve.build import functions_of, load
 
 
 class DeltaNet:
-    """In the place of a module's forward. net: the module, or a weak proxy of it. delta_rule: see
+    """Replaces a module's forward. net: the module, or a weak proxy of it. delta_rule: see
     `delta_rule_for`."""
 
     def __init__(self, net: nn.Module, ops: ModuleType, delta_rule: Callable):
@@ -61,9 +61,9 @@ class DeltaNet:
         return torch.cat([one.flatten(1) for one in (q, k, v)], 1), gates[0].flatten(1), *gates[1:]
 
     def convolve(self, qkv: torch.Tensor, states: torch.Tensor, cache) -> torch.Tensor:
-        """Each channel's last few numbers, weighted. qkv: (num_tokens, channels); states: what came
-        before, of all rows, (num_states, width - 1, channels). As an image of one line whose
-        channels are neighbours in memory it takes an eighth of conv1d's time (docs/log)."""
+        """The causal convolution of each channel. qkv: (num_tokens, channels); states: the earlier
+        inputs of all rows, (num_states, width - 1, channels). Computed as an image of one line in
+        channels-last memory it takes an eighth of conv1d's time (docs/log)."""
         conv, convolved = self.net.conv1d, torch.empty_like(qkv)
         for tokens, sources, targets in cache.parts:
             kept = states.index_select(0, sources)
@@ -80,8 +80,9 @@ class DeltaNet:
 
 def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
                sources: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """S = decay S + k (beta (v - decay S^T k))^T, S^T q / sqrt(key_dim): what a memory S holds at k
-    moves towards v (gated delta rule, Yang et al. 2024). q and k are made unit vectors before.
+    """S = decay S + k (beta (v - decay S^T k))^T, out = S^T q / sqrt(key_dim): the value that the
+    state S has for the key k moves towards v (gated delta rule, Yang et al. 2024). q and k are
+    normalised before.
 
     qkv: (num_tokens, channels), heads of q, of k, of v; one of q and k serves several of v. decay,
     beta: (num_tokens, heads) in float32. states: (num_states, heads, key_dim, value_dim) in
@@ -104,7 +105,7 @@ def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state
 
 
 def delta_rule_for(kernels: str) -> Callable[..., torch.Tensor]:
-    """The fast one that goes with a backend, the specification with `ops`."""
+    """The fast version for a backend; for `ops` the specification."""
     if kernels == "triton":
         from nanoserve_extras.recurrent.recurrent_triton import delta_rule as in_triton
         return in_triton

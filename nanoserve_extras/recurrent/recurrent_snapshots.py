@@ -1,23 +1,24 @@
 """Snapshots of recurrent states: which are taken, how they are found again, and which are kept.
 
-A prefix hit gives a sequence the KV of its first blocks. A recurrent layer needs the state behind
-the last of them as well, and it can't be read off the KV. So states are copied at block boundaries:
+A prefix hit gives a sequence the KV of its first blocks. A recurrent layer also needs the state at
+the end of the last one, which does not follow from KV. So states are copied at block boundaries:
 
     blocks     | 0 | 1 | 2 | 3 | 4 |5            prompt of 5 blocks and a few tokens
     chunks      ───────────────────► ─►          one ends at the prompt's last boundary
     state                          S5            copied into a snapshot there
     cache        e0  e1  e2  e3  e4              S5's name is e4, the cache's entry for block 4
 
-A snapshot is found with its entry and forgotten with it, so it inherits the proof that the prefix
-is the same one (block_manager.py). **A hit without a snapshot is no hit.** One is taken at the last
-boundary of each prompt; at the newest of each running sequence, in the place of its last one, as a
-chat goes on there; and where a prompt found blocks without a state, since others may share that
-much (Pan et al. 2024, "Marconi"). Those that an ended sequence has passed are evicted first, then
-the least recently used. With drafts a boundary may not be reached: it is named only if it was.
+A snapshot is found and forgotten with its cache entry, so it belongs to the same prefix
+(block_manager.py). **A hit without a snapshot is no hit.** Snapshots are taken at three places: at
+the last boundary of each prompt; at the newest boundary of each running sequence, replacing its
+last one, because a chat goes on there; and where a prompt found blocks without a state, since
+others may share this prefix (Pan et al. 2024, "Marconi"). Snapshots that an ended sequence has
+passed are evicted first, then the least recently used. With drafts a step may not reach a boundary:
+then its snapshot gets no name.
 
-Invariants (`check()` audits them): a snapshot is free, written by a step in flight, or named, and
-only one of these. A step reads a snapshot in its forward and writes one behind it, on the device
-and in the order of steps.
+Invariants (`check()` audits them): a snapshot is either free, or written by a step in flight, or
+named. A step reads a snapshot in its forward pass and writes one after it, on the device and in the
+order of steps.
 """
 
 import weakref
@@ -34,7 +35,7 @@ ZEROS, FIRST_ROW = 1, 2  # in the array of all states; 0: of a batch's padding
 
 @dataclass
 class Copies:
-    """What a step does to states, by their indices in the array of all."""
+    """A step's operations on states, by their indices in the array of all states."""
 
     # Of each row: where the state lies, and where it is left, with drafts behind each token.
     places: dict[Sequence, list[int]]
@@ -50,9 +51,9 @@ class Snapshot:
 
 
 class Snapshots(Extra):
-    """Says where chunks end and which hits are usable, and learns what has finished.
-    The array of states has one for padding, zeros, `num_rows` rows, snapshots, and for each row's
-    drafts `num_drafts` more."""
+    """Decides where chunks end and which hits are usable, and observes finished steps. The array of
+    states has one for padding, zeros, `num_rows` rows, snapshots, and `num_drafts` more for each
+    row's drafts."""
 
     def __init__(self, scheduler: Scheduler, num_rows: int, num_snapshots: int,
                  num_drafts: int = 0):
@@ -69,7 +70,7 @@ class Snapshots(Extra):
         self.drafted: dict[Sequence, tuple[int, list[int]]] = {}
         self.num_tokens = self.num_saved = self.num_evicted = 0  # see `metrics`
 
-    # ------------------------------------------------- what the scheduler asks
+    # ------------------------------------------------- the scheduler's questions
 
     def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]:
         """The first of the hits, up to the last that has a snapshot."""
@@ -95,8 +96,8 @@ class Snapshots(Extra):
         return (len(seq.token_ids) - 1) // self.blocks.block_size * self.blocks.block_size
 
     def dropped(self, step: Step) -> None:
-        """A step was lost, and with it what it should have saved. Its sequences start anew: KV may
-        be written twice, to the same slots, and a state that holds a token may not take it again.
+        """A step was lost, with its snapshots. Its sequences start again: KV may be written twice
+        to the same slots, but a token must not be folded into a state twice.
         """
         self.free += [one.index for one in self.in_flight.pop(step, {}).values()]
         for seq in step.num_new_tokens:
@@ -163,7 +164,7 @@ class Snapshots(Extra):
             self.evicted(entry)
 
     def updated(self, step: Step, accepted: dict[Sequence, list[int]]) -> None:
-        """The blocks are in the cache whose boundary the step has reached: name its snapshots."""
+        """Name the step's snapshots, now that the blocks before them are in the cache."""
         for seq, snapshot in self.in_flight.pop(step, {}).items():
             entry, was_aborted = seq.cache_entry, seq.finish_reason and seq not in accepted
             # None: a collision. Or another sequence has computed it, or its parent, once more. Or
@@ -181,8 +182,9 @@ class Snapshots(Extra):
                 self.moving[seq] = entry
 
     def ended(self, sequences: list[Sequence]) -> None:
-        """What moved on with them stays now, as the most recently used. Those before it on the way
-        are the next to go, unless several have begun there: a chat goes on from its end."""
+        """Keep the sequences' last snapshots, as the most recently used ones. Earlier ones of the
+        same sequence are evicted next, unless several sequences began there: a chat goes on from
+        its end."""
         for seq in sequences:
             self.branch.pop(seq, None)
             self.drafted.pop(seq, None)

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton. Its formula stands in recurrent_delta.py.
+"""The gated delta rule in Triton. Its formula is in recurrent_delta.py.
 
 A program has some columns of one row's state, for one head. They stay in registers from the row's
 first token to its last, and no two programs share a number:
@@ -6,8 +6,8 @@ first token to its last, and no two programs share a number:
     state of a head, (key_dim, value_dim)     | 0..15 | 16..31 | ... |    a program for each part
                                                  ▲ k, q: all of them; v, out: 16 numbers each
 
-Known limit: a chunk is gone through token by token, without tensor cores. The sums of the rule's
-chunked form would be in another order.
+Known limit: a chunk is computed token by token, without tensor cores. The rule's chunked form would
+sum in another order.
 """
 
 import torch
