@@ -1,24 +1,24 @@
-"""Models that see or hear: an image's features take the place of its placeholders' embeddings.
+"""Models that take images or sounds: features replace the embeddings of placeholder tokens.
 
-A vision-language model (Liu et al. 2023, "LLaVA") is a decoder with a *tower* beside it. The tower
-makes an image into features, one for each placeholder token of the prompt; from there on a feature
-is a token like any other. (A sound is the same with another tower; where this file says image or
-picture, a network that hears has a sound: Chu et al. 2023, "Qwen-Audio".)
+A vision-language model (Liu et al. 2023, "LLaVA") is a decoder with an encoder, the *tower*. The
+tower turns an image into features, one for each placeholder token of the prompt; from there on a
+feature is treated like any token. (Sounds are the same with another tower, Chu et al. 2023,
+"Qwen-Audio": read "sound" for "image" or "picture" in this file.)
 
     prompt     What  is  <image> <image> <image> <image>  ?
     decoder     e     e     f0      f1      f2      f3    e      e: embedding, f: feature
     chunks     └────────────────────────┘└────────────────┘     cut anywhere, through an image, too
 
-Gemma's image tokens see each other, in both directions. Then a chunk may begin within an image,
-behind blocks that were found, but it doesn't end there.
+Gemma's image tokens attend to each other in both directions. Then a chunk may begin within an
+image, after cached blocks, but must not end there.
 
-Network and tower are transformers' (transformers_model.py). One hook in front of the decoder puts
-in the step's features, and the positions of M-RoPE (Wang et al. 2024, "Qwen2-VL"). Which these are
-follows from a token's index in its sequence alone. So chunks, prefix hits, preemption, overlap,
-recurrent states and drafts need no case of their own.
+Network and tower are transformers' (transformers_model.py). One hook before the decoder inserts the
+step's features, and the positions of M-RoPE (Wang et al. 2024, "Qwen2-VL"). Both depend only on a
+token's index in its sequence. So chunks, prefix hits, preemption, overlap, recurrent states and
+drafts need no special case.
 
-Invariants. **A block is found only by who shows the same pixels**: in the key of the block with its
-first placeholder, and so in all keys behind it, is a hash of all that the tower gets
+Invariants. **A block is found only by requests with the same pixels**: the key of the block with an
+image's first placeholder, and so all later keys, contain a hash of the tower's inputs
 (`CoreRequest.contents`). **An image is encoded once** while the encoder cache holds it.
 
 Known limits: one rank; no video.
@@ -73,7 +73,7 @@ NO_TENSORS = ("vision_feature_layer", "vision_feature_select_strategy", "kwargs"
 
 @dataclass(eq=False)
 class Shown:
-    """A request's pictures, and where its prompt has them."""
+    """A request's pictures, and their places in its prompt."""
 
     pictures: list[MediaItem]
     places: np.ndarray  # all placeholders, ascending
@@ -86,8 +86,8 @@ class Shown:
 
     @cached_property
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first and the last of the placeholders between which each one stands, without other
-        tokens in between. Of a picture that is shown in several crops each is a run."""
+        """For each placeholder the first and the last one of its run, without other tokens in
+        between. If a picture is shown as several crops, each crop is a run."""
         breaks = np.flatnonzero(np.diff(self.places) > 1)
         begins, ends = np.append(-1, breaks) + 1, np.append(breaks, len(self.places) - 1)
         lengths = ends - begins + 1 if len(self.places) else [0]
@@ -95,7 +95,7 @@ class Shown:
                      for at in (begins, ends))
 
     def positions_of(self, start: int, count: int) -> np.ndarray:
-        """(3, count). Behind the prompt all three go on from the largest one."""
+        """Positions, (3, count). After the prompt all three go on from the largest one."""
         index = np.broadcast_to(np.arange(start, start + count), (3, count))
         if self.positions is None:
             return index
@@ -105,7 +105,7 @@ class Shown:
 
 
 class EncoderCache:
-    """A network's tower, its encoder cache, and the hook in front of its decoder."""
+    """A network's tower, its encoder cache, and the hook before its decoder."""
 
     def __init__(self, kind: str, budget: int):
         self.kind = kind
@@ -119,7 +119,7 @@ class EncoderCache:
         self.view: tuple[torch.Tensor, ...] | None = None
 
     def join(self, model: TransformersModel) -> None:
-        """Perceive by this network: the first one, or the same with other weights."""
+        """Use this network's tower: the first network, or the same with other weights."""
         network, self.on, kind = model.layers, model.on, self.kind
         self.network = weakref.proxy(network)  # weak: its hook holds this object
         self.size = network.get_input_embeddings().embedding_dim
@@ -163,7 +163,7 @@ class EncoderCache:
 
     @torch.inference_mode()
     def encode(self, picture: MediaItem) -> torch.Tensor:
-        """Run the tower. Qwen3-VL's gives features for several layers: they lie side by side."""
+        """Run the tower. Qwen3-VL's returns features for several layers: they are concatenated."""
         given = {name: put(tensor, self.on.dtype if tensor.is_floating_point() else tensor.dtype,
                            device=self.on.device) for name, tensor in picture.tensors.items()}
         out = getattr(self.network, f"get_{self.kind}_features")(**given, return_dict=True)
@@ -194,7 +194,8 @@ class EncoderCache:
     # --------------------------------------------------------------- a step
 
     def expect(self, step: Step, shown: dict[Sequence, Shown]) -> None:
-        """The next step: encode what it needs, and note what goes where. shown: by sequence."""
+        """Prepare the next step: encode its images, and note their places in it. shown: by
+        sequence."""
         self.view = None
         if shown.keys().isdisjoint(step.num_new_tokens):
             return
@@ -222,7 +223,7 @@ class EncoderCache:
                      put(np.concatenate(seen), torch.int32, device=self.on.device))
 
     def look(self, decoder: torch.nn.Module, args: tuple, given: dict) -> tuple | None:
-        """In front of the decoder: what it is given, with the step's features in it."""
+        """The hook before the decoder: inserts the step's features into the decoder's arguments."""
         view, self.view = self.view, None
         if view is None:
             return None
@@ -260,7 +261,7 @@ class MultimodalInputs(Inputs):
 
     @cached_property
     def processor(self) -> ProcessorMixin:
-        """Raises `ValueError` for arguments that it would pass over with a warning."""
+        """The processor. Raises `ValueError` for arguments that it would ignore with a warning."""
         processor = load_processor(self.folder, self.encoder.config)
         if self.arguments:
             part = getattr(processor, "image_processor", None) or processor.feature_extractor
@@ -271,7 +272,7 @@ class MultimodalInputs(Inputs):
         return processor
 
     def process(self, request_id: str, prompt: Prompt, *args, **given) -> Request:
-        """As for texts; raises `ValueError` for what is no image, too large, or one too many."""
+        """As for texts; raises `ValueError` for images that are invalid, too large or too many."""
         text, ids, pictures = self.see(prompt)
         request = super().process(request_id, {
             "prompt": text, "prompt_token_ids": ids, "cache_salt": salt_of(prompt),
@@ -323,7 +324,8 @@ class MultimodalInputs(Inputs):
         return pictures
 
     def read_picture(self, image: object) -> MediaItem:
-        """How many tokens it stands for says its processor; where that was another's, the tower."""
+        """Read an image. The processor tells its number of tokens; if the user's processor made the
+        tensors, the tower does."""
         kind = self.encoder.kind
         if isinstance(image, Mapping):
             picture = from_tensors(image, self.encoder.takes)
@@ -341,7 +343,7 @@ class MultimodalInputs(Inputs):
                        written.count(self.encoder.token_id), written)
 
     def transcription(self, sound: object, language: str | None, hint: str | None) -> dict:
-        """A prompt that asks for what is said, as the processor writes it. Raises `ValueError`."""
+        """The processor's prompt for a transcription. Raises `ValueError`."""
         write = getattr(self.processor, "apply_transcription_request", None)
         if self.encoder.kind != "audio" or write is None:
             raise ValueError("this model's processor writes no prompts for transcriptions")
@@ -353,8 +355,8 @@ class MultimodalInputs(Inputs):
                 "multi_modal_data": {"audio": sound}}
 
     def expand(self, ids: list[int], pictures: list[MediaItem]) -> list[int]:
-        """One placeholder for each image becomes what the processor writes in its place. Line
-        breaks at its ends join those around it, as they do in a text (Gemma 3)."""
+        """Replace each image's placeholder by the tokens that the processor writes for it. Line
+        breaks at their ends merge with those around, as they do in a text (Gemma 3)."""
         written = [picture.written for picture in pictures]
         if not all(written) or ids.count(self.place_id) != len(pictures) or (
                 self.place_id != self.encoder.token_id and self.encoder.token_id in ids):
@@ -385,7 +387,7 @@ class MultimodalInputs(Inputs):
         return self.processor.tokenizer.convert_tokens_to_ids(token)
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
-        """As for texts, with images or sounds beside them. Older processors have a template."""
+        """As for texts, also with images or sounds. For older processors the template is theirs."""
         found, kind = [], self.encoder.kind
         if isinstance(conversation, (list, tuple)):
             conversation = [take_out(message, kind, found) for message in conversation]
@@ -402,7 +404,7 @@ class MultimodalInputs(Inputs):
 
 
 class Multimodal(Extra):
-    """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
+    """The extra behind `LLM(limit_mm_per_prompt={"image": n})`."""
 
     Options = MultimodalOptions
     needs = frozenset([Fact.GENERATES, Fact.ONE_STAGE, Fact.ALL_KEYS])
@@ -438,7 +440,7 @@ class Multimodal(Extra):
             f"up to {size:,.0f} MB")
 
     def take(self, request: Request, pictures: list[MediaItem]) -> None:
-        """A checked request has these pictures: from here on its blocks are theirs, too."""
+        """Attach pictures to a checked request: from here on its block keys depend on them, too."""
         shown = self.encoder.show(request.prompt_token_ids, pictures)
         for picture, first in zip(pictures, shown.firsts, strict=True):
             block, content = int(shown.places[first]) // self.config.block_size, picture.content
@@ -464,8 +466,8 @@ class Multimodal(Extra):
             self.shown.update(dict.fromkeys(request.sequences, shown))
 
     def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:
-        """Let a chunk end before the image that would be one too many for this step's tower, and
-        not within one whose tokens see each other."""
+        """End a chunk before the image that would be one too many for the tower in this step, and
+        not within an image whose tokens attend to each other."""
         if not self.config.enable_chunked_prefill:
             return count
         shown = self.shown.get(seq, NOTHING)
@@ -499,7 +501,7 @@ class Multimodal(Extra):
             self.shown.pop(seq, None)
 
     def metrics(self) -> list[Metric]:
-        """Of the encoder cache, in images: asked for, and found."""
+        """Metrics of the encoder cache: images looked up, and found."""
         encoder = self.encoder
         return [Counter("vllm:mm_cache_queries", {}, encoder.num_asked),
                 Counter("vllm:mm_cache_hits", {}, encoder.num_asked - encoder.num_runs),

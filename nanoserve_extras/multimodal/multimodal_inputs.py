@@ -1,4 +1,4 @@
-"""How images and sounds come in: from a file, a URL or a message to the tensors a tower takes.
+"""Inputs of images and sounds: from a file, a URL or a message to a tower's tensors.
 
     PIL image, file, data: URL             ──read_image──► RGB, as a viewer shows it
     (samples, rate), WAV file, data: URL   ──read_sound──► one channel, from -1 to 1
@@ -6,8 +6,8 @@
     {"pixel_values": ...}, what the user's processor made ──────► MediaItem
 
 Invariants: nothing is fetched, and no str names a file, because clients of the server send strings.
-The bytes, pixels and seconds of what is decoded are bounded before. What becomes of an image is the
-processor's to know, and no rule of ours for each family.
+Bytes, pixels and seconds are checked before anything is decoded. The processor decides how an image
+becomes tensors; there are no rules for families here.
 """
 
 import base64
@@ -41,7 +41,7 @@ PARTS = {"image": IMAGES, "audio": ("audio_url", "audio", "input_audio")}  # a m
 
 @dataclass(eq=False)
 class MediaItem:
-    """What a processor has made of an image. tensors: the arguments of `get_image_features`."""
+    """An image, as its processor has made it. tensors: the arguments of `get_image_features`."""
 
     tensors: dict[str, torch.Tensor]
     num_tokens: int | None = None  # in the prompt, once it is known
@@ -57,7 +57,7 @@ class MediaItem:
 
 
 def from_tensors(given: Mapping, names: list[str]) -> MediaItem:
-    """Of what a processor made. names: what the tower takes. Raises `ValueError`."""
+    """An item from a processor's tensors. names: the tower's arguments. Raises `ValueError`."""
     if names[0] not in given or not set(given) <= set(names):
         raise ValueError(f"an image or a sound that is a dict must hold {', '.join(names)}, got "
                          f"{', '.join(map(str, given))}")
@@ -93,7 +93,7 @@ def load_processor(folder: Path, hf_config: PreTrainedConfig) -> ProcessorMixin:
 
 def read_image(image: object):
     """An image in any form as a viewer shows it: its first frame, turned as EXIF says, on white.
-    Returns an RGB image of PIL's. Raises `ValueError` for what is none, or too large to decode."""
+    Returns a PIL image in RGB. Raises `ValueError` if it is no image, or too large to decode."""
     with in_words("images need Pillow: pip install 'nanoserve[vision]'", ImportError):
         from PIL import Image
     image = from_url(image) if isinstance(image, str) else image
