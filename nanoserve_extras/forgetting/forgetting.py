@@ -1,29 +1,29 @@
-"""Caches that forget: blocks in the middle of a text are given back, and no later query sees them.
+"""Caches that forget: blocks in the middle of a text are freed, and no later query sees them.
 
     text     block 0    1    2    3    4    5    6 ...          StreamingLLM (Xiao et al. 2023):
     table    [ 7,       -    -    -    2,   9,   5 ]            the first tokens are kept (attention
     places     0..15                   16..  32.. 48..          sinks), and a window
     positions  0..15                   64..  80.. 96..          for RoPE: as in the text
 
-A block that is dropped leaves the table (`BlockManager.drop`), and the keys behind it move up. So
-attention sees fewer keys, all of them in order, and needs no mask: every backend and CUDA graph is
-used as it is. A key keeps the position by which it was turned.
+A block that is dropped leaves the table (`BlockManager.drop`), and later keys move up. So attention
+sees fewer keys, all of them in order, and needs no mask: every backend and CUDA graph is used
+unchanged. A key keeps the position with which RoPE rotated it.
 
 **What a query sees is decided by its position, and never by when it is computed.** Otherwise a
-long chunk would see what a short one no longer does, and a text would depend on its company. So
-blocks are dropped at certain positions alone (`boundary`), and no chunk crosses one (`cut`).
+long chunk would see keys that a short one no longer sees, and texts would depend on other requests.
+So blocks are dropped at certain positions only (`boundary`), and no chunk crosses one (`cut`).
 
-A **preempted** sequence gives all its blocks back. It can't recompute the kept tokens alone: their
-KV was computed when others were still in sight. So it computes its whole text again from what the
-prefix cache has, and drops at the same positions the same blocks, which are noted. For the same
-reason the cache may only give it, or get from it, what lies before its first drop (`usable`).
+A **preempted** sequence releases all its blocks. It can't recompute only the kept tokens: their KV
+was computed when dropped tokens were still visible. So it recomputes its whole text, from its
+prefix hits on, and drops the same blocks at the same positions, which are noted. For the same
+reason only blocks before its first drop may come from the prefix cache, or go to it (`usable`).
 
-Simplifications: one table serves all layers and heads, so they drop the same blocks, where the
-papers of scores choose for each head. A request must fit into the KV cache as if it dropped
-nothing. Tokens that are guessed or forced could cross a boundary: they are refused, and so are
-layers with a window of their own, which count keys by their places. Road not taken: positions
-within the cache, as in the paper. They stay small, so a text may grow longer than the model was
-trained for; here it can't. They would need kept keys to be turned anew at each drop.
+Simplifications: one table serves all layers and heads, so they drop the same blocks; papers with
+scores choose for each head. A request must fit into the KV cache as if it dropped nothing. Drafts
+and forced tokens could cross a boundary: they are refused, and so are layers with a sliding window,
+which count keys by their places. Road not taken: positions within the cache, as in the paper. They
+stay small, so a text may grow longer than the model was trained for; here it can't. But kept keys
+would have to be rotated again at each drop.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from nanoserve_extras.base.plan import Plan
 
 
 class Forgetting(Extra):
-    """The base of such caches: a subclass says where blocks are dropped, and which."""
+    """The base of such caches: a subclass defines where blocks are dropped, and which."""
 
     needs = frozenset([Fact.GENERATES, Fact.KV_ALONE, Fact.ONE_STAGE])
     ends = frozenset([Fact.KV_ALONE, Fact.ALL_KEYS])  # it keeps what it has dropped
@@ -54,13 +54,13 @@ class Forgetting(Extra):
         return position > 0 and self.boundary(seq, position - 1) == position
 
     def first_drop(self, seq: Sequence) -> int:
-        """The first position at which blocks may be dropped. What lies before it is as in an engine
-        that forgets nothing."""
+        """The first position at which blocks may be dropped. Everything before it is as in an
+        engine that forgets nothing."""
         raise NotImplementedError
 
     def choose(self, seq: Sequence, position: int) -> range | list[int]:
         """The blocks to drop before the token at `position`, a boundary, is computed. Called once
-        for each; their numbers are those in the text."""
+        for each boundary; blocks are numbered by their place in the text."""
         raise NotImplementedError
 
     # --------------------------------------------------------- the mechanism
@@ -92,8 +92,8 @@ class Forgetting(Extra):
         return min(num_new, self.boundary(seq, start) - start)
 
     def scheduled(self, step: Step) -> None:
-        """Drop blocks of the rows that begin at a boundary. Steps in flight, which still read them,
-        run before whatever their next owner writes."""
+        """Drop blocks of the rows that begin at a boundary. Steps in flight still read them, but
+        they run before the next owner's step writes to them."""
         for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
             assert start + num_new <= self.boundary(seq, start), (
                 f"{seq.name}: a chunk crosses a position at which blocks are dropped")
@@ -111,8 +111,9 @@ class Forgetting(Extra):
 
 @dataclass(frozen=True, kw_only=True)
 class SinksOptions(rules.Options):
-    """In tokens, and multiples of the block size, but for `sinks`, which are rounded up. every: at
-    multiples of it blocks are dropped, so up to so many tokens more than the window are kept."""
+    """Options in tokens, in multiples of the block size, except `sinks`, which is rounded up.
+    every: blocks are dropped at multiples of it, so up to `every` tokens more than the window are
+    kept."""
 
     sinks: rules.Count = 4
     window: rules.Count = 1024
@@ -142,8 +143,8 @@ class AttentionSinks(Forgetting):
         return position - position % every + every
 
     def first_drop(self, seq: Sequence) -> int:
-        """Where the window has left the sinks. With blocks of 16, 4 sinks, a window of 32 and
-        every=16: at 64, block 1 is dropped."""
+        """The position at which the window no longer touches the sinks. With blocks of 16, 4 sinks,
+        a window of 32 and every=16: at 64, block 1 is dropped."""
         kept = self.num_sinks * self.block_size + self.options.window
         return self.boundary(seq, kept)
 

@@ -4,17 +4,17 @@
     votes       9.1     0.3     0.2     4.4     0.1      always kept
     kept     [ blk 0 |         blk 3 |                 the last 32 tokens ] answer ...
 
-A vote is attention's own weight: how much of its softmax a query of the *observed* tokens gives to
-a key. The weights of all layers, heads and observed queries are added up, block by block, and the
-blocks with the most are kept. The answer is written with these alone. So a long prompt is computed
-once with all of its KV, and costs memory no longer.
+A vote is an attention weight: the share of its softmax that a query of the *observed* tokens gives
+to a key. The weights of all layers, heads and observed queries are summed block by block, and the
+blocks with the largest sums are kept. The answer is generated with these only. So a long prompt is
+computed once with all of its KV, which is then freed.
 
-Backends give no weights, and so these queries are computed once more here, as the formula says,
-beside the plain backend (`kernels="torch"`), whose cache can be read by anybody. The vote is taken
-when the whole prompt is computed, whatever its chunks were.
+Backends do not return weights, so these queries are computed again here, by the formula. This needs
+the plain backend (`kernels="torch"`), whose cache has a simple layout. The votes are counted when
+the whole prompt is computed, whatever its chunks were.
 
-The paper chooses single tokens, for each head. Here one table serves all heads, and memory is given
-back in blocks.
+The paper chooses single tokens, for each head. Here one table serves all heads, and memory is freed
+in blocks.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ NEVER = 2 ** 62  # behind all positions
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKVOptions(rules.Options):
-    """In tokens. keep: of the prompt, beside those observed; observed: its last ones, who vote."""
+    """Options in tokens. keep: tokens of the prompt to keep, besides the observed ones; observed:
+    the prompt's last tokens, whose queries vote."""
 
     keep: rules.Count = 1024
     observed: rules.Count = 32
@@ -80,7 +81,7 @@ class SnapKV(Forgetting):
         return max(0, seq.num_prompt_tokens - self.options.observed)
 
     def choose(self, seq: Sequence, position: int) -> list[int]:
-        """All full blocks before the observed tokens, but for those with the most votes."""
+        """All full blocks before the observed tokens, except those with the most votes."""
         num_full = self.first_observed(seq) // self.block_size * self.block_size
         votes = self.votes.pop(seq)[:num_full].view(-1, self.block_size).sum(1)  # of each block
         ranked = votes.argsort(descending=True, stable=True)
@@ -89,7 +90,7 @@ class SnapKV(Forgetting):
     # ----------------------------------------------------------- the votes
 
     def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]:
-        """Until the votes are counted, those who vote must be computed."""
+        """Hits must end before the observed tokens until the votes are counted."""
         hits = super().usable(seq, hits)
         return hits if seq in self.chosen else hits[:self.first_observed(seq) // self.block_size]
 
@@ -100,13 +101,13 @@ class SnapKV(Forgetting):
             observed = self.first_observed(seq)
             if seq in self.chosen or start + num_new <= observed:
                 continue
-            if start <= observed:  # all who vote are still to come, perhaps once more
+            if start <= observed:  # all observed tokens are still to come, perhaps again
                 self.votes[seq] = torch.zeros(seq.num_prompt_tokens, dtype=torch.float64,
                                               device=self.engine.runner.device)
             self.rows.append((row, seq, max(0, observed - int(start))))
 
     def count(self, attention: Attention, args: tuple, output: torch.Tensor) -> None:
-        """Called after each layer's attention, with what it got."""
+        """Called after each layer's attention, with its arguments."""
         hidden, cos_sin, (k_cache, _), batch, *_ = args
         for row, seq, first in self.rows:
             queries = slice(int(batch.cu_seqlens_q[row]) + first, int(batch.cu_seqlens_q[row + 1]))
@@ -115,7 +116,7 @@ class SnapKV(Forgetting):
             self.votes[seq][:weights.shape[-1]] += weights.double().sum((0, 1, 2))
 
     def dropped(self, step: Step) -> None:
-        """The votes of a lost step may be half counted: all who vote are computed once more."""
+        """The votes of a lost step may be half counted: all observed tokens are recomputed."""
         for seq in step.num_new_tokens:
             if seq in self.votes and seq.row >= 0:
                 self.engine.scheduler.preempt(seq)
@@ -128,7 +129,7 @@ class SnapKV(Forgetting):
 
 def turned_queries(attention: Attention, hidden: torch.Tensor, cos_sin: list[torch.Tensor],
                    kv: tuple) -> torch.Tensor:
-    """The queries of some tokens, as attention makes them; nothing is written.
+    """The queries of some tokens, as attention makes them, without writing KV.
     (num_tokens, num_heads, head_dim)"""
     qkv = attention.qkv_proj(hidden).view(len(hidden), -1, attention.head_dim)
     q_weight = None if attention.q_norm is None else attention.q_norm.weight
