@@ -9,16 +9,16 @@ zeros and ones keeps, for each token, the columns of its own adapter:
     mask     a token of adapter 2       [ 0 0 0 0  1 1 1 1  0 0 0 0 ]
              a token without one        [ 0 0 0 0  0 0 0 0  0 0 0 0 ]    y += ((x A^T) * mask) B^T
 
-So one step serves any mixture. The product is added to the layer's output, however its weight is
-kept, on each rank its part of the sum. Rank 0 reads an adapter, and sends it to all ranks.
+So one step serves any mixture. The product is added to the layer's output, whatever the format of
+its weight; each rank adds its part of the sum. Rank 0 reads an adapter, and sends it to all ranks.
 
-**Invariant: an adapter's KV is found by its own requests alone.** A sequence's block keys chain
-from a root, a hash of the adapter's *content*: never of its name, number or path, which may stand
-for other weights later. A hit also compares the root's identity.
+**Invariant: an adapter's KV is found only by its own requests.** A sequence's block keys chain from
+a root, a hash of the adapter's *content*, not of its name, number or path, which may mean other
+weights later. A hit also compares the root's identity.
 
-Confessed: the mask is a hidden input of the layers, the only one here; and all columns are
-computed, with zeros for the other adapters. Kernels that gather each token's adapter (Punica,
-S-LoRA) would be one more function in each backend.
+Known limits: the mask is a hidden input of the layers, the only one here; and all columns are
+computed, with zeros for the other adapters. The road not taken: kernels that gather each token's
+adapter (Punica, S-LoRA) would be one more function in each backend.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ SECTION = "adapter_ids"  # a row's number in the batch; empty where no row has a
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT writes it in front of the modules' names
-# What `adapter_config.json` may ask for beyond this, and the value that asks for nothing.
+# Entries of `adapter_config.json` that are not supported, with the values that have no effect.
 REFUSED = {"use_dora": False, "modules_to_save": None, "bias": "none", "lora_bias": False,
            "alora_invocation_tokens": None, "target_parameters": None,
            "layer_replication": None, "trainable_token_indices": None, "use_qalora": False,
@@ -70,8 +70,8 @@ REFUSED = {"use_dora": False, "modules_to_save": None, "bias": "none", "lora_bia
 # What compares a pattern of `adapter_config.json` raises. Some expressions search for ever.
 PATTERN_ERRORS = (TypeError, TimeoutError, regex.error)
 MOST_SECONDS = 1.0
-# How A and B may have begun. With the other ways (PiSSA, OLoRA, LoftQ ...) training takes something
-# off the model's own weights as well, and PEFT does so again whenever it loads such an adapter.
+# Initialisations of A and B. Others (PiSSA, OLoRA, LoftQ ...) also subtract something from the
+# model's own weights, and PEFT does so again whenever it loads such an adapter.
 BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -102,13 +102,13 @@ class Adapter:
 
 
 class AdaptedProducts:
-    """What `Linear.adapt` gets: A and B of each of the layer's n matrices, of which this rank has a
-    share. All A see the same inputs, so they are one matrix. Both are packed like any weight,
-    again whenever an adapter is loaded."""
+    """The object for `Linear.adapt`: A and B of each of the layer's n matrices, of which this rank
+    has a share. All A have the same inputs, so they are one matrix. Both are packed like any
+    weight, again whenever an adapter is loaded."""
 
     def __init__(self, adapters: "Adapters", layer: Linear, sees_wanted: bool):
-        # Weak, and no layer: in a circle, a forgotten engine would keep its weights until Python's
-        # garbage collector comes by.
+        # Weak, and no reference to a layer: in a reference cycle, a deleted engine would keep its
+        # weights until Python's garbage collector runs.
         self.adapters = weakref.proxy(adapters)
         self.inputs, self.matrices = layer.inputs, layer.matrices
         self.sees_wanted = sees_wanted  # behind the last attention only the wanted tokens are left
@@ -124,7 +124,7 @@ class AdaptedProducts:
         self.packed_b = [pack(b) for b in self.b.values()]
 
     def choose(self, tokens: slice | torch.Tensor) -> None:
-        """Next comes a part of the step's tokens, of some rows (recurrent.py)."""
+        """Select the tokens that the layer gets next: a part of the step's (recurrent.py)."""
         self.tokens = tokens
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -150,8 +150,8 @@ class AdaptedProducts:
 class Adapters:
     """The adapters of an engine: reads them, gives them ids, and masks them in a step.
 
-    Least recently used ones make room. One that a request needs stays until the request has ended.
-    Only rank 0 is asked by requests; the others get each one's weights from it.
+    The least recently used adapter makes room for a new one. An adapter that a request needs stays
+    until the request has ended. Only rank 0 reads adapters; the others get the weights from it.
     """
 
     def __init__(self, runner: Runner, options: LoRAOptions):
@@ -179,8 +179,8 @@ class Adapters:
         runner.on_load.append(self.join)
 
     def join(self, model: nn.Module) -> None:
-        """Have each layer of a network add what adapters change. In one that takes another's place
-        they are those that were loaded before."""
+        """Make each layer of a network add the adapters' products. A network that replaces another
+        gets the adapters that are loaded."""
         last = f"layers.{len(model.layers) - 1}." if isinstance(model, Decoder) else "none"
         for layer, names in adaptable(model):
             first = next(iter(names))
@@ -234,13 +234,14 @@ class Adapters:
             products.pack()
 
     def close(self) -> None:
-        """An object that keeps the engine, and with it `assign`, must not keep matrices alive."""
+        """Drop all matrices, which `assign`, held by a user's reference to the engine, would keep.
+        """
         self.products, self.unsent, self.masks = {}, {}, None
 
     # -------------------------------------------------------------- requests
 
     def assign(self, request: Request) -> None:
-        """Load what the request asks for, if it isn't there yet, and keep it while it is needed.
+        """Load the request's adapter, if it isn't loaded yet, and keep it while it is needed.
 
         Raises `ValueError` for an adapter that can't be used, or when `max_loras` are in use.
         """
@@ -316,7 +317,7 @@ def receive(runner: Runner, head: torch.Tensor) -> None:
 def read_adapter(folder: Path, max_rank: int, shapes: dict[str, tuple[int, int]],
                  ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A of (rank, inputs) and scaled B of (outputs, rank) for each module that the adapter changes,
-    of those in `shapes`. Raises `ValueError` for whatever can't be served as it is meant."""
+    of those in `shapes`. Raises `ValueError` for adapters that can't be served exactly."""
     settings = _read_settings(folder)
     with in_words(f"{folder / WEIGHTS} can't be read", OSError, SafetensorError), safe_open(
             folder / WEIGHTS, "pt") as file:
@@ -392,9 +393,9 @@ def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: di
 
 
 def of_module(folder: Path, settings: dict, name: str, path: str, default: float) -> float:
-    """What a pattern of PEFT's says for a module: the number of the first key that is, as a regular
-    expression, the end of its path, whole names only. Raises `ValueError` for what is no number, or
-    no expression, or searches for long."""
+    """A module's number by PEFT's patterns: that of the first key which, as a regular expression,
+    matches the end of its path, whole names only. Raises `ValueError` if it is no number, or the
+    key no regular expression, or one that searches too long."""
     value = default
     given = settings.get(name) or {}
     with in_words(f"{folder}: adapter_config.json: {name}={given!r:.80} must name modules and "
@@ -410,8 +411,8 @@ def of_module(folder: Path, settings: dict, name: str, path: str, default: float
 
 
 def is_targeted(settings: dict, path: str) -> bool:
-    """Whether PEFT gives a module an adapter. Without target_modules, or with "all-linear", it
-    looks into the model; then the file is believed."""
+    """Whether PEFT gives a module an adapter. Without target_modules, or with "all-linear", PEFT
+    looks into the model; then this trusts the file."""
     target, layers = settings.get("target_modules"), settings.get("layers_to_transform")
     if is_named(settings.get("exclude_modules") or [], path):
         return False
@@ -426,7 +427,8 @@ def is_targeted(settings: dict, path: str) -> bool:
 
 
 def is_named(rule: str | list[str], path: str) -> bool:
-    """By PEFT's two ways to name modules: an expression for all of the path, or ends of it."""
+    """Whether a rule names a module in one of PEFT's two ways: a regular expression for the whole
+    path, or a list of ends of it."""
     if isinstance(rule, str):
         return bool(regex.fullmatch(rule, path, timeout=MOST_SECONDS))
     return any(f".{path}".endswith(f".{end}") for end in rule)
@@ -437,7 +439,7 @@ def _as_list(value: object) -> list:
 
 
 class LoRA(Extra):
-    """What `LLM(enable_lora=True)` adds, or `LLM(extras=[LoRA(max_loras=4)])`."""
+    """The extra behind `LLM(enable_lora=True)`, or `LLM(extras=[LoRA(max_loras=4)])`."""
 
     Options = LoRAOptions
     name = "enable_lora=True"
