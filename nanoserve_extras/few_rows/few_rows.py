@@ -2,10 +2,10 @@
 
     norm, qkv │ norms, RoPE, cache │ attention, joined │ o │ sum, norm, gate and up, act │ down
 
-`LLM(model, extras=[FewRows()])` on a GPU. A layer of our decoder hands a step with so few tokens to
-few_rows_triton.py, where a norm, a residual and a gate are part of the product beside them. What
-else there is, more rows, small weights, adapters, experts or Gemma's second norms, takes the plain
-steps of `DecoderLayer`, which say what is computed.
+`LLM(model, extras=[FewRows()])` on a GPU. A layer of our decoder passes a step with so few tokens
+to few_rows_triton.py, where norm, residual and gate are fused with the product next to them. Other
+cases (more rows, quantised weights, adapters, experts or Gemma's second norms) use the plain steps
+of `DecoderLayer`, which specify the result.
 
 **Off until a GPU has shown that it is faster**: `python -m benchmarks.gpu --part engine` measures
 one stream with it and without.
@@ -37,7 +37,7 @@ class FewRows(Extra):
 
 
 class FewRowsLayer(DecoderLayer):
-    """In the place of `DecoderLayer`."""
+    """Replaces `DecoderLayer`."""
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos_sin: Pair, kv: Pair,
                 batch: Batch, wanted: torch.Tensor | None = None) -> Pair:
@@ -49,7 +49,7 @@ class FewRowsLayer(DecoderLayer):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its matrices are dense and one behind the other. An adapter may come later."""
+        """Whether the layer's matrices are dense and contiguous. An adapter may come later."""
         if type(self.mlp) is not MLP or self.pre_feedforward_layernorm is not None:
             return False
         linear = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj,

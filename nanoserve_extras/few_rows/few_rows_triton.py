@@ -1,21 +1,21 @@
-"""A product of one to four rows on a GPU, with what stands around it: one kernel.
+"""A product of one to four rows on a GPU, fused with the operations around it: one kernel.
 
     x, residual ──► sum ──► norm ──► weight ──► bias ──► act(gate) * up ──► out
                      └──► the sum, which goes on as the stream
 
-A step of one row reads each weight once and computes next to nothing, so it is as fast as memory
-is read, and as the kernels that only wait for each other are few. cuBLAS splits the sum of such a
-product and joins it in a second kernel, and its norm, residual and gate are kernels of their own.
-Here a program has N whole rows of the weight: nothing is split, no atomics, no tensor cores, and
-nothing that it reads changes threads. The norm's factor is one number a row, so it comes last:
+A step of one row reads each weight once and does little arithmetic, so its time is that of reading
+memory, and of launching kernels that wait for each other. cuBLAS splits the sum of such a product
+and joins it in a second kernel, and its norm, residual and gate are separate kernels. Here a
+program has N whole rows of the weight: no split sums, no atomics, no tensor cores, and no exchange
+between threads. The norm's factor is one number per row, so it is applied last:
 
     norm(x) W^T = (x * gain) W^T / sqrt(mean(x^2) + eps)
 
-Each program adds up the row's squares anew, which costs nothing beside its weights.
+Each program sums the row's squares again, which takes little time beside reading its weights.
 
-Invariant: sums are float32 in a fixed order, and nothing waits for the device. What is rounded in
-between by single kernels (the normed row) is not rounded here. **No GPU has run this yet**: sizes
-of tiles are reckoned, from registers (benchmarks/kernels.py).
+Invariant: sums are float32 in a fixed order, and nothing waits for the device. The normed row,
+which single kernels round, is not rounded here. **No GPU has run this yet**: the sizes of tiles are
+estimates, from the use of registers (benchmarks/kernels.py).
 """
 
 import torch
