@@ -1,19 +1,18 @@
-"""KV blocks on disk: a folder with a file for each block, which engines share and find again.
+"""KV blocks on disk: a folder with a file for each block, which several engines can share.
 
     kv_store/   1f3a...9c.kv   checksum  of name and bytes, xxh3
                                bytes     the block's KV, layer by layer
                 b07e...41.kv   ...       the name is the block's digest: see block_store.py
 
-A file is written under a temporary name and renamed, so it is there as a whole or not at all. A
-file with other contents (damaged, cut off by a full disk, another block's) is a miss, and never an
-error.
+A file is written under a temporary name and renamed, so it is complete or missing. One with wrong
+contents (damaged, cut off by a full disk, another block's) is a miss, not an error.
 
-Invariant: a problem with files costs time, never an answer. If the folder can't be written, that is
+Invariant: a problem with files costs time, never an answer. If the folder can't be written, this is
 reported once, and it is not written to again; requests go on. Users who can write to the folder are
-trusted: the checksum finds damage, not malice. Hence its mode, 0700.
+trusted: the checksum detects damage, not malice. Hence its mode, 0700.
 
-In one large file that steps map, with an index, a step waits for the file system's pages, and a
-file that is cut off ends the process; engines that reuse each other's slots need locks
+The road not taken: one large mapped file with an index. A step would wait for the file system's
+pages, a truncated file would kill the process, and engines that reuse slots would need locks
 (docs/log, 2026-11-27).
 """
 
@@ -43,10 +42,10 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 def fingerprint(config: EngineConfig, about: list[str], folders: list[Path],
                 shapes: list) -> bytes:
-    """What KV depends on beside tokens and adapter: weights by their content, and options.
+    """A hash of all that KV depends on besides tokens and adapter: the weights' content, and
+    options.
 
-    Reads all weights once more, because two fine-tuned models may differ in nothing but their
-    bytes.
+    Reads all weights once more, because two fine-tuned models may differ only in their bytes.
     """
     options = {name: getattr(config, name) for name in (
         "dtype", "kernels", "block_size", "hf_overrides", "tensor_parallel_size", "load_format",
@@ -78,7 +77,7 @@ def make_folder(name: str | Path) -> Path:
 
 
 def checksum(digest: bytes, data: Any) -> bytes:
-    """Of a block's bytes under its name."""
+    """The checksum of a block's bytes and its name."""
     return xxhash.xxh3_128(data, seed=int.from_bytes(digest[:8])).digest()
 
 
@@ -118,9 +117,8 @@ class Folder:
         return self.reads and os.path.exists(self._path_of(digest))  # False for any OSError
 
     def read(self, digest: bytes, into: Any) -> bool:
-        """Read a block's bytes into memory of their size. False for a file that is missing, or not
-        what it must be. Such a file stays until a right one takes its place: if it were deleted
-        here, the right one might be."""
+        """Read a block's bytes into memory of their size. False if the file is missing or invalid.
+        An invalid file stays until a valid one replaces it: a deletion here might hit that one."""
         try:
             with open(self._path_of(digest), "rb") as file:
                 expected, num_bytes = file.read(CHECKSUM), file.readinto(into)
@@ -159,16 +157,16 @@ class Folder:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        """One that no file is known for. It is said once, and then is a miss: no request fails
-        because of its store."""
+        """Report an unexpected error, once; it counts as a miss, because no request may fail
+        through the store."""
         if not self.has_failed:
             self.has_failed = True
             self.say(f"kv_store={str(self.path)!r}: a block is computed anew, or is not written, "
                      f"because of {error!r}")
 
     def touch(self, digests: list[bytes]) -> None:
-        """This chain was used just now. Its tail is a microsecond older, and deleted before its
-        head, without which no look-up would reach it."""
+        """Mark a chain of blocks as used now. Its tail gets an older time, by microseconds, so that
+        it is deleted before its head, without which no look-up would reach it."""
         now = time.time_ns()
         for i, digest in enumerate(digests):
             with suppress(OSError):  # some are not there
@@ -188,7 +186,7 @@ class Folder:
             self.num_bytes -= size
 
     def clear(self) -> None:
-        """Delete all blocks. Where that fails, none of them is read again."""
+        """Delete all blocks. If that fails, the folder is not read again."""
         if not self.reads:
             return
         try:

@@ -1,8 +1,8 @@
 """KV blocks in host memory, which a step copies to and from, on every rank.
 
-A *host block* has room for one block's KV over all layers. A step says which blocks are saved to
-which host blocks, and which are loaded. Each rank has its share of each block. Rank 0 alone knows
-what is in which (`HostBlocks`). With a folder, they are one memory that all ranks map:
+A *host block* has room for one block's KV over all layers. A step lists which blocks are saved to
+which host blocks, and which are loaded. Each rank has its share of each block. Only rank 0 knows
+which block is in which host block (`HostBlocks`). With a folder, all ranks map one shared memory:
 
     host block 0                          host block 1
     [ rank 0's share | rank 1's share ]   [ rank 0's share | rank 1's share ]   ...
@@ -10,13 +10,14 @@ what is in which (`HostBlocks`). With a folder, they are one memory that all ran
       the threads of rank 0 read and write whole host blocks from and to files
 
 **Invariant: a block is in the store for all ranks or for none.** One checksum covers all shares. A
-rank loads a host block only because a step says so, which rank 0 sends after the last byte was
-written. One that a step saves to is written to its file when the step has finished on rank 0, and
-that needs all ranks: the network's sums do, or, in a step that only saves, `move` itself.
+rank loads a host block only when a step tells it to, and rank 0 sends the step after the last byte
+was written. A saved block is written to its file when the step has finished on rank 0. This implies
+that all ranks have finished: through the network's collectives or, in a step that only saves,
+through `move`.
 
 Known limit: memory that ranks share is not page-locked, so with GPUs the host waits for these
-copies. With files for each rank a block could be incomplete, and ranks would have to tell rank 0
-what they have read.
+copies. The road not taken: with a file for each rank a block could be incomplete, and ranks would
+have to report to rank 0 which ones they have read.
 """
 
 import os
@@ -98,7 +99,7 @@ def rows_of(kv_cache: KVCache) -> list[torch.Tensor]:
 
 
 class HostBlocks:
-    """Which block is in which host block, and which of them are unused: a `BlockManager` in small.
+    """Which block is in which host block, and which ones are free: a small `BlockManager`.
 
     A host block that a step or a thread reads or writes is *in use*, as often as it was taken or
     used and not yet released, and keeps its bytes. All others are free. A free one that holds a
@@ -116,12 +117,12 @@ class HostBlocks:
         return self.by_digest.get(digest)
 
     def touch(self, host_id: int) -> None:
-        """It is wanted: others are taken before it."""
+        """Mark a host block as recently used: others are taken before it."""
         if host_id in self.free:
             self.free.move_to_end(host_id)
 
     def take(self, count: int) -> list[int]:
-        """Up to so many free ones, for other bytes. They are in use from now on."""
+        """Take up to `count` free host blocks, for other bytes. They are in use from now on."""
         host_ids = [self.free.popitem(last=False)[0] for _ in range(min(count, len(self.free)))]
         for host_id in host_ids:
             self.num_users[host_id] = 1
@@ -139,7 +140,7 @@ class HostBlocks:
             self.free.pop(host_id, None)
 
     def release(self, host_ids: list[int]) -> None:
-        """One user less for each. Of a chain's, the last is taken before the first."""
+        """Each has one user less. Of a chain's blocks, the last will be taken before the first."""
         for host_id in reversed(host_ids):
             self.num_users[host_id] -= 1
             if not self.num_users[host_id]:
@@ -147,7 +148,7 @@ class HostBlocks:
                 self.free.move_to_end(host_id, last=self.held[host_id] is not None)
 
     def forget(self) -> None:
-        """No block is found any more. What is in use keeps its bytes."""
+        """Forget all blocks, so that none is found. Host blocks in use keep their bytes."""
         self.by_digest.clear()
         self.held = [None] * len(self.held)
 

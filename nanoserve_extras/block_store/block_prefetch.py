@@ -1,9 +1,9 @@
 """Prefetching: the blocks that a queued request will need are read before its turn comes.
 
-A step has no time for files, a queued request has. So while a request waits, a thread reads its
-blocks from the folder (block_folder.py) into host blocks (block_host.py) that were taken for them.
+A step must not wait for files, but a queued request can. So while a request waits, a thread reads
+its blocks from the folder (block_folder.py) into host blocks (block_host.py) reserved for them.
 When the request's turn comes, the store (block_store.py) finds them there, and a step loads them.
-If they are still on their way, the request sits out that step, and others go on.
+If they are still being read, the request is deferred, and others go on.
 
     begin        a request is queued, or could be admitted:    d0 d1 │ d2 d3 d4 │ d5 d6
                  host blocks are kept for it                   found │ taken    │ no file
@@ -12,11 +12,11 @@ If they are still on their way, the request sits out that step, and others go on
 
 **Invariant: no step waits for a disk.** Only `begin` asks it a few questions: up to which block is
 there a file? If the thread then brings nothing for `PATIENCE` seconds, no request waits for it any
-more: what has arrived is loaded, and the rest is computed. The host block that it hangs at stays
-taken until it returns.
+more: blocks that have arrived are loaded, and the rest is computed. The host block at which the
+thread hangs stays taken until it returns.
 
-To read while the step runs, and to wait before each layer for its bytes (vLLM's
-`wait_for_layer_load`), would let a slow disk stop the batch.
+The road not taken: reading during the step and waiting before each layer for its bytes (vLLM's
+`wait_for_layer_load`) would let a slow disk stop the batch.
 """
 
 import threading
@@ -36,7 +36,7 @@ PATIENCE = 1.0  # seconds without any block, after which no request waits for th
 
 @dataclass(eq=False)
 class Reading:
-    """Blocks that one sequence waits for. The thread counts them, and says when it has ended."""
+    """Blocks for which one sequence waits. The thread counts them, and marks its end."""
 
     found: list[int]  # host blocks that hold the first ones
     digests: list[bytes]  # the blocks to read
@@ -49,7 +49,7 @@ class Reading:
 
 @dataclass
 class Pulse:
-    """What the thread and its owner tell each other."""
+    """State that the thread and its owner share."""
 
     last: float = 0.0  # when it last brought a block, or got work
     is_stopped: bool = False
@@ -60,7 +60,7 @@ class Prefetcher:
 
     def __init__(self, folder: Folder, host: HostMemory, host_blocks: HostBlocks):
         self.folder, self.host, self.host_blocks = folder, host, host_blocks
-        self.readings: dict[Sequence, Reading] = {}  # by who waits
+        self.readings: dict[Sequence, Reading] = {}  # by the waiting sequence
         self.let_gone: list[Reading] = []  # those that the thread may still be at
         self.pending: list[Reading] = []  # the thread's work, in its order
         self.pulse, self.queue = Pulse(), SimpleQueue()
@@ -113,7 +113,8 @@ class Prefetcher:
         return bool(self.pending) and time.monotonic() - self.pulse.last > PATIENCE
 
     def let_go(self, seq: Sequence) -> None:
-        """It was admitted, or has ended. Blocks that no request waits for are not read any more."""
+        """The sequence was admitted, or has ended. Blocks for which no request waits are not read.
+        """
         reading = self.readings.pop(seq, None)
         if reading is not None:
             reading.is_wanted = False
@@ -121,7 +122,7 @@ class Prefetcher:
             self._release()
 
     def _release(self) -> None:
-        """Give back what the thread can't write to any more."""
+        """Release the host blocks to which the thread can't write any more."""
         for one in [one for one in self.let_gone if one.has_ended]:
             self.let_gone.remove(one)
             self.host_blocks.release(one.found + one.host_ids)
@@ -148,6 +149,6 @@ def _read(queue: SimpleQueue, pulse: Pulse, folder: Folder) -> None:
 
 
 def _stop(queue: SimpleQueue, pulse: Pulse) -> None:
-    """What is being read is not waited for, what is queued is not read."""
+    """Stop the thread: without waiting for the block that it reads, and without reading more."""
     pulse.is_stopped = True
     queue.put(None)

@@ -1,9 +1,9 @@
 """A second place for KV blocks: host memory, and a folder that outlives the engine.
 
-The prefix cache forgets a block when its memory is needed. Then its KV must be computed again, at
-the price of a prefill. Here such blocks are kept: in `kv_offload_bytes` of host memory
-(block_host.py), and in a folder of files, `kv_store` (block_folder.py), where other engines find
-them again. Others call it KV offloading (vLLM), hierarchical caching (SGLang), or LMCache.
+The prefix cache forgets a block when its memory is needed. Then its KV must be recomputed, which
+costs a prefill. Here such blocks are kept: in `kv_offload_bytes` of host memory (block_host.py),
+and in a folder of files, `kv_store` (block_folder.py), where other engines find them, too. This is
+also known as KV offloading (vLLM), hierarchical caching (SGLang), or LMCache.
 
     KV cache ──save: forgotten, or new──► host memory ──a thread writes──► folder
         ▲                                 │  ▲                               │
@@ -18,8 +18,8 @@ All copies between cache and host memory happen inside a step, on its own stream
 written: first the saves, then the loads. A load counts when its step has finished. No step waits
 for a file: a block that finds no free host block is saved later, or lost.
 
-Copies on a stream of their own would hide their time; they have corrupted KV in silence in two
-public engines.
+The road not taken: copies on a separate stream would hide their time, but in two public engines
+they have silently corrupted KV.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ TILE = 16
 
 
 def digest_of(parent: bytes, content: bytes | list[int], images: bytes = b"") -> bytes:
-    """The digest of what follows `parent`: a block of tokens, or an adapter's key. images: see
+    """The digest of the item after `parent`: a block of tokens, or an adapter's key. images: see
     `CoreRequest.contents`."""
     content = content if isinstance(content, bytes) else array("i", content).tobytes()
     return hashlib.sha256(parent + content + images).digest()
@@ -80,8 +80,8 @@ class Moves:
 
 
 class BlockStore(Extra):
-    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds. The scheduler asks it for blocks; it
-    gives steps their loads and saves."""
+    """The extra behind `LLM(kv_offload_bytes=..., kv_store=...)`. The scheduler asks it for blocks;
+    it gives steps their loads and saves."""
 
     Options = BlockStoreOptions
     needs = frozenset([Fact.PREFIX_CACHE, Fact.KV_ALONE, Fact.ONE_STAGE])
@@ -89,7 +89,7 @@ class BlockStore(Extra):
     def __init__(self, **options: Any):
         super().__init__(**options)
         self.unsaved: dict[bytes, CacheEntry] = {}  # the next step saves these
-        self.found: dict[Sequence, list[int]] = {}  # host blocks, by who may be admitted now
+        self.found: dict[Sequence, list[int]] = {}  # host blocks, by sequence to be admitted
         self.in_flight: dict[Step, Moves] = {}
         self.epoch = 0
         self.digests: dict[Sequence, list[bytes]] = {}  # full blocks, while they live
@@ -139,8 +139,8 @@ class BlockStore(Extra):
         """host: rank 0's. base: the digest that all others begin with. folder: None for no files;
         then only blocks that the cache evicts are saved."""
         self.host, self.base, self.folder = host, base, folder
-        # Weak: these two hold the store. In a circle, a forgotten engine would keep its memory
-        # until Python's garbage collector comes by.
+        # Weak: these two hold the store. In a reference cycle, a deleted engine would keep its
+        # memory until Python's garbage collector runs.
         self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
         self.host_blocks = HostBlocks(host.num_blocks)
         self.prefetcher: Prefetcher | None = None
@@ -159,7 +159,7 @@ class BlockStore(Extra):
         self.save_rest()
 
     def want_saved(self, entry: CacheEntry) -> None:
-        """Have the next step save this block, before anything is written to it."""
+        """Make the next step save this block, before anything is written to it."""
         digest = self._digest_entry(entry)
         host_id = self.host_blocks.find(digest)
         if host_id is None:
@@ -188,12 +188,12 @@ class BlockStore(Extra):
                                      seq.request.contents.get(start // size, b"")))
         return digests
 
-    # ------------------------------------------------- what the scheduler asks
+    # ------------------------------------------------- the scheduler's questions
 
     def is_reading(self, seq: Sequence) -> bool:
-        """Whether blocks of a waiting sequence are on their way from the folder. Where host blocks
-        are short, it waits. The first in the queue waits only for those that steps load from, which
-        are soon free: others may be kept for sequences behind it."""
+        """Whether a waiting sequence must wait for blocks from the folder, or for host blocks. The
+        first in the queue waits only for host blocks from which steps load, which are soon free:
+        others may be kept for sequences behind it."""
         if self.prefetcher is None:
             return False
         if seq not in self.prefetcher.readings:
@@ -204,13 +204,13 @@ class BlockStore(Extra):
         return self.prefetcher.is_reading(seq)
 
     def _prefetch(self, seq: Sequence, spare: int | None) -> bool:
-        """Begin to read what it will look for behind what the KV cache has: see `begin`."""
+        """Begin to read the blocks that follow a sequence's hits in the KV cache: see `begin`."""
         num_hits, most = len(self.blocks.find_prefix(seq)), self.blocks.max_hits(seq)
         return self.prefetcher.begin(seq, self._digest_blocks(seq)[num_hits:most], spare)
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
-        """How many blocks that follow those found in memory are here. If the sequence is admitted,
-        the step loads them: see `plan`. Until then they are in use."""
+        """How many blocks after the hits in the KV cache are in this store. If the sequence is
+        admitted, the step loads them: see `plan`. Until then they are in use."""
         self.host_blocks.release(self.found.pop(seq, []))
         room = MAX_MOVES - sum(step.num_loaded.values()) // self.blocks.block_size
         most = min(self.blocks.max_hits(seq), num_hits + room)
@@ -233,8 +233,8 @@ class BlockStore(Extra):
     # ------------------------------------------------------ the life of a step
 
     def plan(self, step: Step) -> None:
-        """Give the step its saves and loads. Called when the rest of it is planned: from here on
-        until it has finished, what it loads from keeps its bytes."""
+        """Give the step its saves and loads. Called when the rest of it is planned. Until the step
+        has finished, the host blocks from which it loads keep their bytes."""
         moves, loads = Moves(self.epoch), []
         for seq in step.num_loaded:  # behind its hits, which are computed
             first, host_ids = seq.num_computed_tokens // self.blocks.block_size, self.found[seq]
@@ -289,7 +289,7 @@ class BlockStore(Extra):
                 self.host_blocks.release([host_id])
 
     def dropped(self, step: Step) -> None:
-        """A step was dropped: what it should have saved is lost, which only costs time."""
+        """A step was dropped: its saves are lost, which only costs time."""
         moves = self.in_flight.pop(step, None)
         if moves is not None:
             self.host_blocks.release([*moves.loads, *(one for one, _ in moves.saves.values())])
@@ -326,13 +326,13 @@ class BlockStore(Extra):
                     emptied.result()
 
     def leave_cache(self) -> None:
-        """The KV cache goes, and its blocks were evicted: save what no other place has."""
+        """The KV cache is about to be freed: save its blocks that are in no other place."""
         self.save_rest()
         self.unsaved.clear()  # if a step has failed, or no host block was free
 
     def rename(self) -> None:
-        """Other weights have come, behind a `reset`: from here on blocks have names that no other
-        engine's have, be its weights the old ones or these."""
+        """Other weights were loaded, after a `reset`: from here on blocks have names that differ
+        from those of all other engines, whatever their weights are."""
         self.base = os.urandom(32)
         self.digest_of_entry.clear()
 
@@ -363,8 +363,8 @@ class BlockStore(Extra):
             self.save_rest()
 
     def close(self) -> None:
-        """Write what is to be written, and end the threads. Whoever holds the engine, and with it
-        this store, shall hold no memory."""
+        """Write the remaining blocks, and end the threads. A reference to the closed engine, and so
+        to this store, must not keep memory alive."""
         try:
             if self.prefetcher is not None:
                 self.flush()
@@ -373,11 +373,11 @@ class BlockStore(Extra):
         finally:
             self.host = self.runner = self.prefetcher = None
 
-    # ------------------------------------------------- requests, and what is told
+    # ------------------------------------------------- requests and metrics
 
     def added(self, request: Request) -> None:
-        """Begin to read what a queued request will look for, as long as half of host memory stays
-        free. Its other sequences have the same prompt."""
+        """Begin to read the blocks of a queued request, as long as half of host memory stays free.
+        All its sequences have the same prompt, so one is enough."""
         if self.prefetcher is not None:
             self._prefetch(request.sequences[0], len(self.host_blocks.held) // 2)
 
@@ -402,7 +402,7 @@ class BlockStore(Extra):
     # ------------------------------------------------------------- the audit
 
     def audit(self) -> None:
-        """Audit the host blocks: who uses which."""
+        """Audit the users of all host blocks."""
         used = [host_id for host_id, _ in self.writing]
         used += [] if self.prefetcher is None else self.prefetcher.kept()
         for moves in self.in_flight.values():
