@@ -269,7 +269,8 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
         used = tl.cdiv(end - first, share)  # splits that have keys
         first += split * share
         end = tl.minimum(end, first + share)
-        at = (split * num_tokens + tokens) * tl.num_programs(0) * GROUP + heads
+        at = split * num_tokens + tokens.to(tl.int32)
+        at = at * (tl.num_programs(0) * GROUP) + heads  # of float32: far fewer than 2^31
         if (split > 0) & (first >= end):
             tl.store(stats_ptr + 2 * at + 1, tl.zeros((BLOCK_M,), tl.float32),
                      mask=queries <= last_query)
@@ -302,7 +303,8 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, 
         if not is_whole:
             tl.store(stats_ptr + 2 * at, highest, mask=queries <= last_query)
             tl.store(stats_ptr + 2 * at + 1, total, mask=queries <= last_query)
-            tl.store(sums_ptr + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_tile)
+            tl.store(sums_ptr + at[:, None].to(tl.int64) * HEAD_DIM + dims[None, :], acc,
+                     mask=in_tile)
             if arrived_ptr is None:
                 return
             else:
