@@ -14,7 +14,9 @@ a row is a `TypeError`, which proposes one of our names only if the two are very
 Invariant: no option is silently ignored. A name that could change the text is dropped only if its
 value asks for what happens anyway: None, one of `Row.nothing`, or else False, 0 or an empty one.
 
-`LLM`, `SamplingParams` and the methods read this table; the server has one more for its clients.
+`LLM`, `SamplingParams`, the methods, the command line, the server for its clients' bodies and
+tools/as_vllm.py for imports read this table. (A field of a body without a row is ignored, and the
+server logs it once; so each field that would change the text needs its row.)
 config.py explains our own names. Not all of vLLM's names have a row: scripts use few of them, and a
 row that is never used goes out of date.
 """
@@ -33,14 +35,16 @@ class Row(NamedTuple):
 
     takers: "LLM" (its arguments; the command line, too), "SamplingParams", "call" (keywords of
     methods: generate(), embed() and others), "prompt" (a dict's keys), "pooling" (`PoolerConfig`
-    and `PoolingParams`), "method" (of `LLM` and `AsyncLLM`), "AsyncLLM" (what makes one).
+    and `PoolingParams`), "method" (of `LLM` and `AsyncLLM`), "AsyncLLM" (what makes one), "serve"
+    (options of the server alone), "body" (fields of its clients' requests, besides those of
+    "SamplingParams"), "import" (what a script for vLLM imports: classes, functions and modules).
     """
 
     takers: str
     names: str
     remedy: str = ""  # what to do instead
     nothing: tuple = ()  # the values that ask for nothing, if these are not the empty ones
-    ours: str = ""  # our name for it
+    ours: str = ""  # our name for it; of an import, its module, ":" and its name there
 
     def asks_for_nothing(self, value: Any) -> bool:
         """Whether leaving the name out would mean the same. Example: data_parallel_size=1."""
@@ -52,9 +56,16 @@ class Row(NamedTuple):
         return isinstance(value, (bool, int, float, str, list, tuple, dict, set)) and not value
 
 
+AS_VLLM = "nanoserve_extras.tools.as_vllm"
 BEST = "ask for n samples with logprobs=0, and keep those with the largest cumulative_logprob"
 UPDATE = ("LLM.update_weights takes a folder, a dict or an iterable of tensors, see "
           "docs/training.md")
+STORE = ("say kv_store='folder': engines that name the same folder find each other's blocks "
+         "there")
+PROFILE = "make the engine with trace='run.html', or put torch.profiler around generate()"
+METRICS = "LLM.get_metrics() has the numbers, and the server /metrics"
+CHUNKS = ("encode(pooling_task='token_embed') gives a vector for each token: take the mean over "
+          "each chunk's")
 THOUGHTS = ("thinking_token_budget bounds a thought, and a chat says in "
             "chat_template_kwargs={'enable_thinking': False} that there is none")
 
@@ -82,7 +93,7 @@ TABLE = (
         "token on)", ("",)),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
-    Row("call prompt", "mm_processor_kwargs", "say it when the engine is made, to LLM() or the"
+    Row("call prompt body", "mm_processor_kwargs", "say it when the engine is made, to LLM() or the"
         " server"),
     Row("prompt", "multi_modal_data", "this engine reads text alone: make it with "
         "limit_mm_per_prompt={'image': 1}, see docs/extras.md"),
@@ -111,13 +122,11 @@ TABLE = (
         ("auto", "")),
     Row("LLM", "cpu_offload_gb", "use a smaller model, a narrower dtype, tensor_parallel_size or "
         "layer_plan"),
-    Row("LLM", "kv_transfer_config kv_transfer_params", "say kv_store='folder': engines "
-        "that name the same folder find each other's blocks there"),
+    Row("LLM body", "kv_transfer_config kv_transfer_params", STORE),
     Row("LLM", "speculative_model num_speculative_tokens", "use speculative_config={'method': "
         "'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp', 'num_speculative_tokens': "
         "..., 'model': ...}"),
-    Row("LLM method", "enable_log_requests profiler_config start_profile stop_profile", "make the "
-        "engine with trace='run.html', or put torch.profiler around generate()"),
+    Row("LLM method", "enable_log_requests profiler_config start_profile stop_profile", PROFILE),
     Row("method", "collective_rpc apply_model", "LLM.runner is the model runner of this process, "
         "and LLM.runner.model the network; those of further ranks can't be called"),
     Row("method", "add_lora remove_lora list_loras pin_lora", "an adapter is loaded when a request "
@@ -159,7 +168,7 @@ TABLE = (
     Row("SamplingParams", "skip_clone"),  # a request has a copy of its own anyway
     Row("SamplingParams call", "truncate_prompt_tokens", "pass the last token ids of the prompt; "
         "for a pooling model set it in PoolingParams"),
-    Row("LLM prompt", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
+    Row("LLM prompt body", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
     Row("call", "prompt_token_ids", "pass them as the prompts: [{'prompt_token_ids': [...]}, ...]"),
     Row("call", "chat_template_content_format", "a template gets the content of a message as text",
         ("auto", "string")),
@@ -204,7 +213,7 @@ TABLE = (
         "messages as they are; LLM.get_tokenizer() has the chat template"),
     Row("method", "engine_core", "the engine runs in this process: LLM.scheduler, and LLM.runner, "
         "which has the network"),
-    Row("method", "do_log_stats", "LLM.get_metrics() has the numbers, and the server /metrics"),
+    Row("method", "do_log_stats", METRICS),
     Row("method", "is_running is_stopped errored dead_error", "AsyncLLM.check_health() raises when "
         "the engine is dead"),
     Row("method", "vllm_config get_vllm_config get_model_config", "LLM.config is what was chosen, "
@@ -212,26 +221,127 @@ TABLE = (
     Row("AsyncLLM", "vllm_config executor_class log_requests", "make it of an engine, "
         "AsyncLLM(LLM(model)), or by AsyncLLM.from_engine_args(EngineArgs(model=...))"),
     Row("AsyncLLM", "log_stats usage_context start_engine_loop"),  # these change nothing here
-    Row("AsyncLLM", "stat_loggers", "LLM.get_metrics() has the numbers, and the server /metrics"),
+    Row("AsyncLLM", "stat_loggers", METRICS),
     Row("method", "set_tokenizer", "name it when the engine is made, with tokenizer="),
     # Pooling.
-    Row("call pooling", "normalize activation softmax", "use use_activation= of "
+    Row("call pooling body", "normalize activation softmax", "use use_activation= of "
         "PoolingParams or PoolerConfig", (None,)),
     Row("LLM", "override_pooler_config", "use pooler_config="),
     Row("pooling method", "step_tag_id returned_token_ids reward",
         "encode(pooling_task='token_classify') gives a reward for each token"),
-    Row("pooling", "late_chunking_params", "encode(pooling_task='token_embed') gives a vector for "
-        "each token: take the mean over each chunk's"),
+    Row("pooling", "late_chunking_params", CHUNKS),
+    # vLLM's options of its server.
+    Row("serve", "uvicorn_log_level disable_uvicorn_access_log disable_fastapi_docs max_log_len "
+        "enable_request_id_headers enable_server_load_tracking enable_tokenizer_info_endpoint "
+        "enable_force_include_usage enable_prompt_tokens_details"),
+    Row("serve", "enable_auto_tool_choice tool_call_parser reasoning_parser tool_parser_plugin",
+        "the format of calls and thoughts is read from the chat template: leave it out", (True,)),
+    Row("serve", "ssl_keyfile ssl_certfile ssl_ca_certs uds", "put a proxy in front of it, nginx "
+        "say"),
+    Row("serve", "api_server_count", "one process answers: leave it out", (1,)),
+    Row("serve", "chat_template_content_format", "a template gets what it expects", ("auto",)),
+    # Fields that OpenAI's clients send. Those of the first row change no text: some identify the
+    # user, or ask for storage; a prediction, or a key for the prompt cache, is about speed.
+    Row("body", "user metadata store service_tier safety_identifier prompt_cache_key "
+        "prompt_cache_retention prediction parallel_tool_calls request_id session_id "
+        "include_reasoning include context_management output_config"),
+    Row("body", "previous_response_id conversation background prompt", "nothing is kept here: send "
+        "the whole conversation, and wait for its answer"),
+    Row("body", "truncation max_tool_calls container mcp_servers audio web_search_options",
+        "leave it out", ("disabled",)),
+    Row("body", "functions function_call", "use tools and tool_choice", ([], "none", "auto")),
+    Row("body", "tools tool_choice", "calls are a chat's: use /v1/chat/completions",
+        ([], "none", "auto")),
+    Row("body", "modalities", 'only ["text"] will do: this model writes text', (["text"],)),
+    Row("body", "suffix", "text in front of a suffix can't be filled in: put all of it in the "
+        "prompt"),
+    Row("body", "thinking", "only a chat's template thinks: leave it out",
+        ({}, "", {"type": "disabled"})),
+    Row("body", "logits_processors", "a server has them for all requests: nanoserve serve "
+        "--logits-processors MODULE:CLASS"),
+    Row("body", "extra_args", "vLLM's name in a body is vllm_xargs"),
+    Row("body", "extra_body", "OpenAI's client sends what is in it: put that into the body itself"),
+    Row("body", "truncation_side", "of a prompt that is cut the end stays", ("left",)),
+    Row("body", "truncation_direction", "use truncation_side", ("right",)),
+    Row("body", "documents", "write them into a message"),
+    Row("body", "add_special_tokens", "send token ids", (True,)),
+    Row("body", "max_tokens_per_doc max_chunks_per_doc", "cut texts with truncate_prompt_tokens"),
+    Row("body", "rank_fields", "documents are ranked by their text", (["text"],)),
+    Row("body", "echo", "the last message is yours: put it in front of the answer"),
+    Row("body", "detokenize", "ask for the token ids with return_token_ids", (True,)),
+    Row("body", "embed_dtype endianness", "vectors are float32, the lowest byte first: leave it "
+        "out", ("float32", "native", "little")),
+    # A chat's fields in the bodies of another API.
+    Row("body", "n", "one message is written at a time: use /v1/chat/completions", (1,)),
+    Row("body", "logprobs top_logprobs prompt_logprobs return_token_ids return_tokens_as_token_ids",
+        "answers here have no place for it: use /v1/chat/completions"),
+    Row("body", "response_format", "say it in text.format (/v1/responses), or in "
+        "output_config.format (/v1/messages)"),
+    Row("body", "max_completion_tokens max_output_tokens", "the limit of tokens is max_tokens, and "
+        "max_output_tokens in /v1/responses"),
+    Row("body", "verbosity", "say in the prompt how long the answer is", ("medium",)),
+    Row("body", "chat_template", "a template is a program, and comes with the server: nanoserve "
+        "serve --chat-template FILE"),
+    # What scripts import: where it is (behind ":" its name there, if it has another one), or what
+    # to do instead.
+    Row("import", "LLM", ours=f"{AS_VLLM}_trl:TrainersLLM"),
+    Row("import", "EngineArgs AsyncEngineArgs", ours=f"{AS_VLLM}:CliEngineArgs"),
+    Row("import", "AsyncLLM AsyncLLMEngine", ours="nanoserve_extras.server.async_llm:AsyncLLM"),
+    Row("import", "FlexibleArgumentParser", ours="nanoserve_extras.base.command:DashedParser"),
+    Row("import", "PromptType", ours="nanoserve_extras.base.inputs:Prompt"),
+    Row("import", "init_logger", ours="logging:getLogger"),
+    Row("import", "cleanup_dist_env_and_memory destroy_model_parallel "
+        "destroy_distributed_environment", ours="gc:collect"),
+    Row("import", "get_ip trainer_init packed_nccl_broadcast_producer",  # of TRL's mode "server"
+        ours=f"{AS_VLLM}_trl:only_server"),
+    Row("import", "LogitsProcessor AdapterLogitsProcessor RequestLogitsProcessor BatchUpdate "
+        "MoveDirectionality process_dict_updates", ours="nanoserve_extras.logits_processors:"),
+    Row("import", "VllmConfig", ours="nanoserve.config:EngineConfig"),  # makes a processor
+    Row("import", "cached_get_tokenizer", ours=f"{AS_VLLM}:get_tokenizer"),
+    Row("import", "TokenizerLike", ours="nanoserve.detokenizer:Tokenizer"),
+    Row("import", "random_uuid get_tokenizer resolve_chat_template print_embeddings",
+        ours=f"{AS_VLLM}:"),
+    Row("import", "Counter Gauge Histogram Metric Vector", ours="nanoserve_extras.base.metrics:"),
+    Row("import", "EmbeddingRequestOutput ClassificationRequestOutput ScoringRequestOutput",
+        ours="nanoserve_extras.pooling.pooling:PoolingRequestOutput"),
+    Row("import", "BeamSearchParams", BEST),
+    Row("import", "KVTransferConfig kv_transfer", STORE),
+    Row("import", "ProfilerConfig", PROFILE),
+    Row("import", "stat_loggers loggers", METRICS),
+    Row("import", "LateChunkingParams", CHUNKS),
+    Row("import", "GuidedDecodingParams", "use StructuredOutputsParams"),
+    Row("import", "ModelRegistry", "an architecture is a row of FAMILIES in model_config.py, see "
+        "CONTRIBUTING.md"),
+    Row("import", "envs", "options of LLM(...) say what vLLM's environment variables do"),
+    Row("import", "UsageContext", "leave it out: nothing is reported to anybody"),
+    Row("import", "current_platform", "torch.cuda.is_available() tells whether there is a GPU"),
+    Row("import", "get_open_port", "leave it out: ranks find each other without a port of yours"),
+    Row("import", "init_batch_invariance", "leave it out: on CPUs a text's numbers never depend on "
+        "the batch"),
+    Row("import", "load_chat_template", "chat(chat_template=Path(file).read_text()) takes the text "
+        "itself"),
+    Row("import", "cached_tokenizer_from_config", "LLM.get_tokenizer() is the engine's"),
+    Row("import", "entrypoints", "python -m nanoserve serve is the server, and AsyncLLM what a "
+        "server of your own is made of"),
+    Row("import", "serial_utils", "base64.b64decode and numpy.frombuffer read what the server "
+        "writes"),
+    Row("import", "benchmarks", "python bench.py measures, and datasets of Hugging Face have "
+        "prompts"),
+    Row("import", "watermarking", "texts are written without a watermark"),
+    Row("import", "hf_api", "use huggingface_hub"),
+    Row("import", "model_executor", "networks are those of nanoserve/model.py, or transformers'"),
+    Row("import", "model_loader tensorizer", "a folder's safetensors files are read, each rank its "
+        "share: LLM(folder)"),
+    Row("import", "weight_transfer WeightTransferConfig WeightTransferInitRequest "
+        "WeightTransferUpdateRequest NCCLWeightTransferEngine", UPDATE),
+    Row("import", "CompilationConfig CompilationMode CUDAGraphMode AttentionConfig", "leave it out:"
+        " on a GPU decode steps are recorded as CUDA graphs by themselves"),
+    Row("import", "ImageAsset AudioAsset VideoAsset fetch_image MultiModalDataBuiltins multimodal",
+        "hand over an image of PIL, a path or bytes, and a sound as an array: see docs/extras.md"),
 )
 
-
-def rows_of(table: tuple[Row, ...]) -> dict[tuple[str, str], Row]:
-    """Rows by taker and name."""
-    return {(taker, name): row for row in table
-            for taker in row.takers.split() for name in row.names.split()}
-
-
-ROWS = rows_of(TABLE)
+ROWS = {(taker, name): row for row in TABLE
+        for taker in row.takers.split() for name in row.names.split()}
 
 
 def takes_vllms_words(where: str, taker: str, *more: str) -> Callable[[Decorated], Decorated]:

@@ -17,9 +17,8 @@ from typing import Any, get_args
 
 from nanoserve.rules import rule_of
 from nanoserve_extras.base.command import DashedParser
-from nanoserve_extras.base.vllm import nearest
+from nanoserve_extras.base.vllm import ROWS, nearest
 from nanoserve_extras.engine_args import EngineArgs
-from nanoserve_extras.server.vllm import ROWS
 
 # vLLM's names of options, but for those that are ours as well: the engine's, or the server's.
 OURS = {*(field.name for field in fields(EngineArgs)), "served_model_name"}

@@ -31,9 +31,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.rules import rule_of
-from nanoserve_extras.base.vllm import nearest
+from nanoserve_extras.base.vllm import ROWS, nearest
 from nanoserve_extras.server.errors import TOO_LONG, BadRequest
-from nanoserve_extras.server.vllm import ROWS
 
 MAX_TOOLS, MAX_SCHEMAS = 128, 200_000  # OpenAI's number; characters of all schemas together
 # A tool's schema describes its arguments if it has one of these keys.

@@ -5,8 +5,8 @@
     from vllm.sampling_params import ...  ─┘                          └─► ImportError: what to use
 
 A finder in front of Python's own (PEP 451) answers for `vllm` and for each of its submodules. All
-of these stand-ins know the same names, because vLLM moves names between its modules. For a name
-that is missing here `INSTEAD` has a remedy.
+of these stand-ins know the same names, because vLLM moves names between its modules. Where a name
+is, or what to do instead, stands in base/vllm.py.
 
 Invariant: nothing is replaced by something that does less: a stand-in has a name only if what it
 stands for is here. Known limit: what a script reads of vLLM's insides is not there. The script's
@@ -33,76 +33,16 @@ from nanoserve.detokenizer import Tokenizer
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.command import command
-from nanoserve_extras.base.vllm import BEST, UPDATE, in_our_words, missing_method, nearest
+from nanoserve_extras.base.vllm import ROWS, in_our_words, missing_method, nearest
 from nanoserve_extras.engine_args import EngineArgs as EveryOption
 from nanoserve_extras.server.arguments import add_engine_options, engine_options
-from nanoserve_extras.tools.as_vllm_trl import ONLY_SERVER, translated
+from nanoserve_extras.tools.as_vllm_trl import translated
 
 VERSION = "0.33.0"  # the vLLM whose names these are: some scripts ask
 # Modules that scripts reach by `import vllm` alone, as in vllm.lora.request.LoRARequest.
 INNER = set("config distributed inputs lora outputs pooling_params request sampling_params utils"
             .split())
-# Names that are not in `nanoserve` itself, and where they are.
-OURS, POOLING = "nanoserve_extras.tools.as_vllm", "nanoserve_extras.pooling.pooling"
-HOMES = {"LLM": f"{OURS}_trl:TrainersLLM",
-         "FlexibleArgumentParser": "nanoserve_extras.base.command:DashedParser",
-         "PromptType": "nanoserve_extras.base.inputs:Prompt", "init_logger": "logging:getLogger"}
-HOMES |= dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), f"{OURS}:CliEngineArgs")
-HOMES |= dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "nanoserve_extras.server.async_llm:AsyncLLM")
-HOMES |= dict.fromkeys(("cleanup_dist_env_and_memory", "destroy_model_parallel",
-                        "destroy_distributed_environment"), "gc:collect")
-HOMES |= dict.fromkeys(ONLY_SERVER, f"{OURS}_trl:only_server")
-HOMES |= {name: f"nanoserve_extras.logits_processors:{name}" for name in (
-    "LogitsProcessor", "AdapterLogitsProcessor", "RequestLogitsProcessor", "BatchUpdate",
-    "MoveDirectionality", "process_dict_updates")}
-HOMES |= {"VllmConfig": "nanoserve.config:EngineConfig"}  # what a processor is made with
-HOMES |= {"cached_get_tokenizer": f"{OURS}:get_tokenizer",
-          "TokenizerLike": "nanoserve.detokenizer:Tokenizer"}
-HOMES |= {name: f"{OURS}:{name}" for name in (
-    "random_uuid", "get_tokenizer", "resolve_chat_template", "print_embeddings")}
-HOMES |= {name: f"nanoserve_extras.base.metrics:{name}"
-          for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")}
-HOMES |= {f"{kind}RequestOutput": f"{POOLING}:PoolingRequestOutput"
-          for kind in ("Embedding", "Classification", "Scoring")}
-# Names, and modules, that scripts import and that are missing here: what to do instead.
-INSTEAD = {
-    "BeamSearchParams": BEST, "GuidedDecodingParams": "use StructuredOutputsParams",
-    "KVTransferConfig": "say kv_store='folder' to LLM(...)",
-    "ModelRegistry": "an architecture is a row of FAMILIES in model_config.py, see CONTRIBUTING.md",
-    "envs": "options of LLM(...) say what vLLM's environment variables do",
-    "ProfilerConfig": "make the engine with trace='run.html', or put torch.profiler around "
-                      "generate()",
-    "LateChunkingParams": "encode(pooling_task='token_embed') gives a vector for each token: take "
-                          "the mean over each chunk's",
-    "UsageContext": "leave it out: nothing is reported to anybody",
-    "current_platform": "torch.cuda.is_available() tells whether there is a GPU",
-    "get_open_port": "leave it out: ranks find each other without a port of yours",
-    "init_batch_invariance": "leave it out: on CPUs a text's numbers never depend on the batch",
-    "load_chat_template": "chat(chat_template=Path(file).read_text()) takes the text itself",
-    "cached_tokenizer_from_config": "LLM.get_tokenizer() is the engine's",
-    "entrypoints": "python -m nanoserve serve is the server, and AsyncLLM what a server of your own"
-                   " is made of",
-    "serial_utils": "base64.b64decode and numpy.frombuffer read what the server writes",
-    "benchmarks": "python bench.py measures, and datasets of Hugging Face have prompts",
-    "watermarking": "texts are written without a watermark",
-    "hf_api": "use huggingface_hub",
-    "model_executor": "networks are those of nanoserve/model.py, or transformers'",
-    "stat_loggers": "LLM.get_metrics() has the numbers, and the server /metrics"}
-INSTEAD |= dict(kv_transfer=INSTEAD["KVTransferConfig"], weight_transfer=UPDATE,
-                loggers=INSTEAD["stat_loggers"])
-INSTEAD |= dict.fromkeys(
-    ("model_loader", "tensorizer"), "a folder's safetensors files are read, each rank its share: "
-    "LLM(folder)")
-INSTEAD |= dict.fromkeys(
-    ("WeightTransferConfig", "WeightTransferInitRequest", "WeightTransferUpdateRequest",
-     "NCCLWeightTransferEngine"), UPDATE)
-INSTEAD |= dict.fromkeys(
-    ("CompilationConfig", "CompilationMode", "CUDAGraphMode", "AttentionConfig"),
-    "leave it out: on a GPU decode steps are recorded as CUDA graphs by themselves")
-INSTEAD |= dict.fromkeys(
-    ("ImageAsset", "AudioAsset", "VideoAsset", "fetch_image", "MultiModalDataBuiltins",
-     "multimodal"),
-    "hand over an image of PIL, a path or bytes, and a sound as an array: see docs/extras.md")
+HERE = [name for (taker, name), row in ROWS.items() if taker == "import" and row.ours]
 
 
 class StandIn(ModuleType):
@@ -113,18 +53,18 @@ class StandIn(ModuleType):
             return VERSION
         if name.startswith("__"):  # asked by Python itself
             raise AttributeError(name)
-        if name in HOMES:
-            return resolve_name(HOMES[name])
+        row = ROWS.get(("import", name))
+        if row is not None and row.ours:
+            return resolve_name(row.ours + name * row.ours.endswith(":"))
         if name in nanoserve.__all__:
             return getattr(nanoserve, name)
         if name in INNER:
             return import_module(f"{self.__name__}.{name}")
-        near = nearest(name, [*HOMES, *nanoserve.__all__])
+        words = [name, *reversed(self.__name__.split("."))]  # or all in one of its modules
+        rows = [row for word in words if (row := ROWS.get(("import", word))) and row.remedy]
+        near = nearest(name, [*HERE, *nanoserve.__all__])
         hint = f"did you mean {near}?" if near else "it is not here"
-        for word in (name, *reversed(self.__name__.split("."))):  # or all in one of its modules
-            if word in INSTEAD:
-                hint = INSTEAD[word]
-                break
+        hint = rows[0].remedy if rows else hint
         raise ImportError(f"nanoserve has no {self.__name__}.{name}: {hint}")
 
 

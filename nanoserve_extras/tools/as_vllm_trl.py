@@ -23,7 +23,6 @@ from nanoserve.config import SamplingParams
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.llm import LLM
 
-ONLY_SERVER = ("get_ip", "trainer_init", "packed_nccl_broadcast_producer")  # that mode needs them
 # Fields that change what is drawn from; the others don't, or are seldom there.
 NEUTRAL = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 

@@ -11,7 +11,6 @@ import pytest
 from nanoserve import SamplingParams
 from nanoserve_extras.base import vllm
 from nanoserve_extras.engine_args import EngineArgs
-from nanoserve_extras.server import vllm as server
 
 pytestmark = pytest.mark.floor
 
@@ -135,12 +134,11 @@ def test_a_name_of_vllms_examples_has_a_row(taker):
 
 def test_a_name_has_one_row_for_each_who_takes_it():
     takers = {"LLM", "serve", "SamplingParams", "call", "prompt", "pooling", "method", "body",
-              "AsyncLLM"}
-    table = (*vllm.TABLE, *server.TABLE)
-    pairs = [(taker, name) for row in table for taker in row.takers.split()
+              "AsyncLLM", "import"}
+    pairs = [(taker, name) for row in vllm.TABLE for taker in row.takers.split()
              for name in row.names.split()]
     assert len(pairs) == len(set(pairs)) and {taker for taker, _ in pairs} == takers
-    for row in table:
+    for row in vllm.TABLE:
         assert not (row.remedy and row.ours) and (row.remedy or row.nothing in ((), (None,))), row
 
 
