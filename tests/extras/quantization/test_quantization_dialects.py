@@ -245,6 +245,17 @@ def test_the_oldest_format_may_hold_either_kind(make):
     assert torch.equal(read(one, format="naive-quantized"), one.dense)
 
 
+def test_what_a_config_leaves_out_is_its_writers_default():
+    """compressed-tensors' numbers are integers of 8 bits, Model Optimizer's groups have 16."""
+    one = int_rows(40, 64, 3)
+    weights = {key: value for key, value in one.entry["config_groups"]["group_0"][
+        "weights"].items() if key not in ("type", "num_bits")}
+    assert torch.equal(read(one, format="naive-quantized", config_groups=dict(
+        group_0=dict(weights=weights))), one.dense)
+    one = FORMATS["NVFP4"](40, 64, 3)
+    assert one.entry.pop("group_size") == 16 and torch.equal(read(one), one.dense)
+
+
 @pytest.mark.parametrize("name", ["group", "dynamic", True])
 def test_an_order_of_inputs_has_several_names(name):
     one = pack(40, 64, 3, shuffled=True)
