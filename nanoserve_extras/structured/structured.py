@@ -9,15 +9,15 @@ others get a logit of -inf (controls.py), so every text that ends by itself is v
 checks all of them: jump-forward decoding (Zheng et al. 2023, "SGLang"). The road not taken is to
 append them without asking the model: another path for tokens to get into a sequence.
 
-Invariant: **what a parser has read follows from the sequence's tokens.** A draft is read to make
-the masks behind it, and then rolled back; after an interruption all tokens are read again.
+Invariant: **a parser's state follows from the sequence's tokens.** A draft is read to make the
+masks after it, and then rolled back; after an interruption all tokens are read again.
 
-How a text ends: the parser's vocabulary has a token of its own, END, that the model doesn't have.
-Where END is allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints
-hold, unless they leave nothing that the grammar allows; its limits may cut a text anywhere.
+How a text ends: the parser's vocabulary has one more token than the model's, END. If END is
+allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints hold,
+unless they leave no token that the grammar allows; its limits may cut a text anywhere.
 
-Known limit: a text follows the grammar from its first token, so a model thinks first only where the
-grammar has a place for it (server/tool_grammar.py).
+Known limit: a text follows the grammar from its first token, so a model can think first only if the
+grammar allows it (server/tool_grammar.py).
 """
 
 import json
@@ -51,8 +51,8 @@ GRAMMAR = rules.instance(str, "a grammar, Lark's or EBNF")
 Flag = Annotated[bool, rules.instance(bool, "True or False")]
 CHOICE = rules.list_of(rules.keep_text, "a list of non-empty texts", 1)
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-# How JSON is written: as Python's json.dumps does it. A grammar that leaves white space open lets
-# small models write spaces for ever. A schema may say otherwise, by its own "x-guidance".
+# JSON's white space is that of Python's json.dumps. If a grammar leaves it open, small models may
+# write spaces for ever. A schema can change this by its own "x-guidance".
 ONE_LINE = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ")
 
 
@@ -61,7 +61,7 @@ ONE_LINE = dict(whitespace_flexible=False, item_separator=", ", key_separator=":
 
 @dataclass
 class StructuredOutputsParams:
-    """What the output must be: exactly one of these, and what a schema may leave open. The names
+    """The form of the output: exactly one kind of constraint, and options for schemas. The names
     are vLLM's. Raises `ValueError`."""
 
     json: Annotated[str | dict, SCHEMA] | None = None
@@ -96,7 +96,7 @@ class StructuredOutputsParams:
 
 
 def from_response_format(response_format: dict | None) -> StructuredOutputsParams | None:
-    """OpenAI's `response_format` in our words; None where any text will do. Raises `ValueError`."""
+    """OpenAI's `response_format` as our parameters; None for any text. Raises `ValueError`."""
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, dict) else None
@@ -155,8 +155,8 @@ class Grammars:
         self.matcher_of = lru_cache(maxsize=64)(self._compile)
 
     def compile(self, asked: Any, stop_ids: frozenset[int]) -> "Grammar":
-        """asked: `SamplingParams.structured_outputs`; stop_ids: what ends a text, by itself or for
-        the caller. Raises `ValueError`, with the library's words for what it does not support."""
+        """asked: `SamplingParams.structured_outputs`; stop_ids: EOS and stop tokens. Raises
+        `ValueError`, with the library's message, for unsupported grammars."""
         asked = StructuredOutputsParams.of(asked)
         end_ids = frozenset(i for i in stop_ids if 0 <= i < self.vocab_size)
         if not end_ids:
@@ -174,7 +174,7 @@ class Grammars:
         return self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
 
     def _translate(self, asked: StructuredOutputsParams) -> str:
-        """To the library's own form of a grammar."""
+        """Translate to the library's own form of a grammar."""
         to = self.library.LLMatcher
         if asked.regex is not None:
             return to.grammar_from_regex(asked.regex)
@@ -195,8 +195,8 @@ class Grammars:
             return to.grammar_from_json_schema(text, defaults=ONE_LINE)
 
     def _is_dead(self, keys: list[str], patterns: list[str]) -> bool:
-        """Whether no key is left for these patterns: whether the parser, when it has read an object
-        of all keys and the comma behind it, finds no way to go on."""
+        """Whether these patterns match no key besides the listed ones: then the parser, after an
+        object with all keys and a comma, finds no way to go on."""
         probe = dict(type="object", properties=dict.fromkeys(keys, {}), required=keys,
                      patternProperties=dict.fromkeys(patterns, {}), additionalProperties=False)
         grammar = self.library.LLMatcher.grammar_from_json_schema(
@@ -225,7 +225,7 @@ SCHEMAS = Trial(byte_tokenizer())
 
 
 def refusal(schema: dict) -> str:
-    """Why a schema by itself can't be compiled, in the library's words; "" if it can."""
+    """The library's error for a schema by itself; "" if it can be compiled."""
     return _refusal_of(json.dumps(schema))
 
 
@@ -248,7 +248,7 @@ def _to_lark(grammar: str) -> str:
 
 
 class Grammar:
-    """A compiled grammar, and how far the output of one sequence has got in it."""
+    """A compiled grammar, and the parser's state for the output of one sequence."""
 
     def __init__(self, made_by: Grammars, compiled: Any, end_ids: frozenset[int]):
         self.made_by, self.compiled, self.end_ids = made_by, compiled, end_ids
@@ -258,15 +258,15 @@ class Grammar:
         # ... the matcher has to begin anew
 
     def fresh(self) -> "Grammar":
-        """For another sequence. What was compiled is shared."""
+        """A copy for another sequence. The compiled grammar is shared."""
         return Grammar(self.made_by, self.compiled, self.end_ids)
 
     def mask(self, seq: Sequence, drafts: list[int] | tuple, allowed: np.ndarray,
              banned: list[int]) -> np.ndarray:
-        """Which tokens may come behind the sequence's and these drafts: a bit for each,
+        """The tokens that may follow the sequence's tokens and these drafts: a bit for each,
         (ceil(vocab_size / 8),) uint8, the lowest bit first.
 
-        allowed, banned: the request's other constraints (allowed: empty where all are).
+        allowed, banned: the request's other constraints (allowed: if empty, all tokens are).
         """
         self._read(seq)
         self.num_read = None  # Ctrl-C while drafts are read: begin anew
@@ -285,7 +285,7 @@ class Grammar:
         return self.matcher.compute_ff_tokens()[:most]
 
     def _read(self, seq: Sequence) -> None:
-        """The tokens that are new, or all of the output after an interruption."""
+        """Read the new tokens, or the whole output after an interruption."""
         num_read, self.num_read = self.num_read, None
         if num_read is None:
             self.matcher, num_read = self.compiled.deep_copy(), seq.num_prompt_tokens
@@ -294,9 +294,9 @@ class Grammar:
         self.num_read = len(seq.token_ids)
 
     def _mask_here(self, num_tokens: int) -> np.ndarray:
-        """A matcher that has failed allows END alone. The text ends there, a warning says why, and
-        its `finish_reason` is "length". (It fails where a grammar is so ambiguous that the
-        library's limits are met, or where it leads into a place that it can't leave.)"""
+        """A matcher that has failed allows only END. The text ends there with a warning and the
+        `finish_reason` "length". (A matcher fails if a grammar is so ambiguous that the library's
+        limits are met, or if it reaches a state from which it can't go on.)"""
         every = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         if num_tokens <= self.failed_at:
             self.failed_at = -1  # that was behind a wrong draft
@@ -317,7 +317,7 @@ class Grammar:
 
 
 def _narrow(mask: np.ndarray, allowed: np.ndarray, banned: list[int]) -> np.ndarray:
-    """The same with other constraints as well, unless they would leave nothing."""
+    """Apply the other constraints, too, unless they would leave no token."""
     bits = np.unpackbits(mask, bitorder="little")
     kept = np.zeros_like(bits) if len(allowed) else bits.copy()
     kept[allowed] = bits[allowed]
@@ -329,9 +329,9 @@ def _narrow(mask: np.ndarray, allowed: np.ndarray, banned: list[int]) -> np.ndar
 
 
 class StructuredOutput(Extra):
-    """Compiles what requests ask for, keeps each sequence's grammar until it ends, and proposes
-    tokens that a grammar forces as drafts. Without a drafter they use what the running sequences
-    leave free: with `max_num_seqs` running there are none, but such a step is well used.
+    """Compiles the grammars of requests, keeps each sequence's grammar until it ends, and proposes
+    forced tokens as drafts. Without a drafter these use the places that running sequences leave
+    free: with `max_num_seqs` running there are none, but such a step is well used.
     """
 
     name = "structured_outputs"
@@ -384,7 +384,7 @@ class StructuredOutput(Extra):
 
 
 class Forced(Extra):
-    """Among an engine's extras while some sequence has a grammar: without one no row is asked."""
+    """Is among an engine's extras while a sequence has a grammar; otherwise it costs nothing."""
 
     def __init__(self, grammars: StructuredOutput):
         self.grammars = weakref.proxy(grammars)

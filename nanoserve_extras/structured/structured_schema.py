@@ -1,11 +1,10 @@
 """A JSON schema as it is compiled: closed objects, no idle keywords, no pattern without a key.
 
-Where a schema doesn't say `additionalProperties`, JSON Schema allows any other key, and a small
-model writes such keys for ever. As in vLLM, an object that lists its keys has no others then,
-wherever it stands: in `$defs`, behind a `$ref`, as an alternative of `anyOf`. An object may also be
-put together from parts: by `allOf`, or with `$ref` or `anyOf` beside its keys. Each part, closed by
-itself, would forbid the keys of the others. So such an object stays as it was asked for, and a
-warning says so.
+Without `additionalProperties` JSON Schema allows any other key, and a small model may write such
+keys for ever. As in vLLM, an object that lists its keys is then closed, that is, has no other keys,
+wherever it is: in `$defs`, behind a `$ref`, as an alternative of `anyOf`. An object may also be
+composed of parts: by `allOf`, or with `$ref` or `anyOf` beside its keys. If each part were closed,
+it would forbid the keys of the others. So such an object is not changed, with a warning.
 
     {"properties": {"a": A}, "patternProperties": {"^a$": P}}         as it was asked for
     {"properties": {"a": {"allOf": [A, P]}}, "additionalProperties": false}        as it is compiled
@@ -13,12 +12,12 @@ warning says so.
 The compiler takes listed keys out of a pattern. If nothing is left of all patterns, it still allows
 the comma in front of a further key, and then no key at all: the text could never end.
 
-The compiler refuses a schema for a keyword that it lacks, also where the keyword asks for nothing:
-zod writes `"propertyNames": {"type": "string"}`, others `"uniqueItems": false`. Those are taken
-out, as are nulls in the place of a keyword's value, and formats that the compiler does not know. By
-JSON Schema 2020-12 (section 7.2.1) a format is an annotation.
+The compiler refuses a schema with a keyword that it lacks, even if the keyword has no effect: zod
+writes `"propertyNames": {"type": "string"}`, others `"uniqueItems": false`. These are removed, as
+are keywords with the value null, and formats that the compiler does not know. By JSON Schema
+2020-12 (section 7.2.1) a format is an annotation.
 
-Invariant: what matches a schema as it is compiled is valid by the one that was asked for.
+Invariant: a value that matches the compiled schema is valid by the schema that was asked for.
 """
 
 import re
@@ -66,19 +65,20 @@ def tidy(schema: object, closes: bool, is_dead: Callable[[list[str], list[str]],
 
 
 def _matches(pattern: str, key: str, refusal: Callable[[dict], str]) -> bool:
-    """The compiler says it: Python's `re` takes for ever to look for `(a?){40}a{40}`."""
+    """Whether a pattern matches a key. The compiler is asked, because Python's `re` would search
+    for `(a?){40}a{40}` for ever."""
     why = refusal(dict(type="string", enum=[key], pattern=pattern))
     if why and not why.startswith("Unsatisfiable"):
         raise ValueError(why)
     return not why
 
 
-# ------------------------------------------------------------ what asks for nothing
+# ------------------------------------------------------------ keywords without effect
 
 
 def pass_over(schema: object, refusal: Callable[[dict], str]) -> None:
-    """Take out of a schema, in place, what asks for nothing. refusal: the compiler's words for a
-    schema, "" for none."""
+    """Remove keywords without effect from a schema, in place. refusal: returns the compiler's error
+    for a schema, or ""."""
     for one in _everything(schema):
         for names in map(partial(_named, one), NAMED):
             names.update({name: {} for name, value in names.items() if value is None})
@@ -115,12 +115,12 @@ def _list_names(one: dict) -> None:
 
 
 def _is_any(schema: object) -> bool:
-    """Whether all values match, as it can be read off."""
+    """Whether a schema obviously matches all values."""
     return schema is True or isinstance(schema, dict) and ANNOTATIONS.issuperset(schema)
 
 
 def _is_text(schema: object) -> bool:
-    """Whether all keys match."""
+    """Whether a schema obviously matches all keys."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         schema = {key: value for key, value in schema.items() if key != "type"}
     return _is_any(schema)
