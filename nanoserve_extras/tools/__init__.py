@@ -1,1 +1,1 @@
-"""Instruments: programs that look at the engine, measure it, or check it. Deletable."""
+"""Tools: programs that use the engine, measure it, or check it. Deletable."""

@@ -76,7 +76,7 @@ class StandInFinder:
         return ModuleSpec(name, self, is_package=True) if is_theirs else None
 
     def find_distributions(self, context: Any) -> Iterator["Package"]:
-        """For who asks importlib.metadata which vLLM is installed."""
+        """Answers importlib.metadata's question which vLLM is installed."""
         if context.name in (None, "vllm"):
             yield Package()
 
@@ -84,7 +84,7 @@ class StandInFinder:
         return StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: its names are looked up when they are used."""
+        """Do nothing: names are looked up when they are used."""
 
 
 # ------------------------------------------ what only scripts for vLLM use
@@ -117,7 +117,7 @@ def print_embeddings(embeds: list[float], prefix: str = "Embeddings") -> None:
 
 def resolve_chat_template(tokenizer: Tokenizer, chat_template: str | None = None,
                           **others: Any) -> str | None:
-    """The template that a chat is written by; tools and the model's class choose none here."""
+    """The chat template. Here tools and the model's class don't affect the choice."""
     return chat_template or tokenizer.chat_template
 
 

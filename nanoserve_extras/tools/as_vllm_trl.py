@@ -1,18 +1,17 @@
-"""What a trainer asks of vLLM in its own process: TRL's `vllm_mode="colocate"`, on this engine.
+"""vLLM's interface for a trainer in the same process: TRL's `vllm_mode="colocate"`.
 
     GRPOTrainer     LLM(...) ─► sleep(2) ─► wake_up(["weights"]) ─► load_weights, a tensor a call
                       ┌──────── train ◄─── sleep(2) ◄─── generate ◄─ wake_up(["kv_cache"]) ◄┘
                       └───────► wake_up(["weights"]) ─► ...          behind reset_prefix_cache
 
-vLLM takes a tensor at a time, wherever it comes from. Here an update is complete or it is none, so
-the tensors are collected, without a copy, until the trainer resets the prefix cache, as it does
-behind the last one.
+vLLM takes one tensor per call. Here an update must be complete, so the tensors are collected,
+without a copy, until the trainer resets the prefix cache, as it does after the last one.
 
-Invariant: logprobs are those of the distribution that was drawn from, or there is an error. The
-engine's are the model's own, which is the same while nothing edits, heats or filters them.
+Invariant: logprobs are those of the distribution from which tokens were drawn, or there is an
+error. The engine's logprobs are the model's own; the two are equal unless penalties, temperature or
+filters change the distribution.
 
-TRL's `vllm_mode="server"`, which sends weights by NCCL to another process, is refused where it
-begins.
+TRL's `vllm_mode="server"`, which sends weights by NCCL to another process, is refused at its start.
 """
 
 import weakref
@@ -23,12 +22,12 @@ from nanoserve.config import SamplingParams
 from nanoserve_extras.base.checkpoint import find_folder
 from nanoserve_extras.base.llm import LLM
 
-# Fields that change what is drawn from; the others don't, or are seldom there.
+# Fields that change the distribution; the others don't, or are rarely used.
 NEUTRAL = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 def only_server(*args, **options):
-    """In the place of what TRL's other mode imports. Raises `ValueError`."""
+    """Stands for the functions that TRL's other mode imports. Raises `ValueError`."""
     raise ValueError("vllm_mode='server' sends weights by NCCL, which is not supported: use "
                      "vllm_mode='colocate'")
 
@@ -40,8 +39,8 @@ TASKS |= {task: dict(runner="pooling", convert=kind) for task, kind in dict(
 
 
 def translated(model: str, options: dict) -> dict:
-    """What scripts for vLLM say, and asks for what happens anyway, in today's words. `None` is what
-    all of vLLM's options may be, unknown ones, too."""
+    """Options of scripts for vLLM under today's names, without those that ask for what happens
+    anyway. All of vLLM's options may be `None`, unknown ones, too."""
     options = {name: value for name, value in options.items() if value is not None}
     if options.get("task") in TASKS:
         options = TASKS[options.pop("task")] | options
@@ -74,11 +73,11 @@ class TrainersLLM(LLM):
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
 
     def load_weights(self, pairs) -> None:
-        """Some of the weights to come."""
+        """Collect some of the new weights."""
         self.collected.update(pairs)
 
     def reset_prefix_cache(self, **theirs) -> bool:
-        """All weights have come, if some have."""
+        """Called after the last weight: update the engine, if there are new weights."""
         collected, self.collected = self.collected, {}
         if collected:
             self.update_weights(collected)

@@ -9,14 +9,14 @@
                  ▲                                 │
                  └────────── the answer ───────────┘
 
-Ctrl-C ends an answer and not the session; what was written of it stays in the conversation. A
-conversation that outgrows the model's context loses its oldest turns, and a line says so.
+Ctrl-C ends an answer and not the session; the part that was written stays in the conversation. If a
+conversation exceeds the model's context, its oldest turns are dropped, and a line reports it.
 
-Only answers go to standard output, so `nanoserve chat < questions > answers` works; all the rest
-goes to standard error, a model's thoughts too.
+Only answers go to standard output, so `nanoserve chat < questions > answers` works; all other
+output, a model's thoughts included, goes to standard error.
 
-Sampling is what generation_config.json recommends. Where it says nothing, it is what people know
-from other programs for chats, and a line says so.
+Sampling follows generation_config.json. Without it the defaults are those of other chat programs,
+and a line reports them.
 """
 
 import argparse
@@ -75,8 +75,8 @@ class Engine:
         self.fit([dict(role="user", content="")])  # an error now if there is no chat template
 
     def fit(self, messages: list[dict]) -> int:
-        """Leave the oldest turns out until the rest and an answer fit; returns how many messages
-        went. A system message, and the last message, stay."""
+        """Drop the oldest turns until the rest and an answer fit; returns the number of dropped
+        messages. A system message, and the last message, stay."""
         first, before = int(messages[0]["role"] == "system"), len(messages)
         most = self.llm.config.max_model_len
         while self.length(messages) > most - min(ROOM, most // 2) and len(messages) > first + 2:
@@ -161,7 +161,7 @@ class Server:
                     yield text
 
     def read(self, event: dict) -> tuple[str, str]:
-        """What is thought and said in a piece of an answer, or in a whole one."""
+        """The thought and the text in a piece of an answer, or in a whole one."""
         if error := event.get("error"):
             raise ValueError(words_in(error))
         self.num_tokens = (event.get("usage") or {}).get("completion_tokens") or self.num_tokens
@@ -288,14 +288,14 @@ def read_line(prompt: str) -> str:
 
 
 def note(text: str, end: str = "\n") -> None:
-    """What is no part of an answer goes to standard error; grey, where that is a terminal."""
+    """Print other output than answers to standard error; grey, if that is a terminal."""
     print(f"\033[90m{text}\033[0m" if sys.stderr.isatty() else text, end=end, file=sys.stderr,
           flush=True)
 
 
 def find_model(name: str | None) -> str | Path:
-    """What `LLM` is to load. A name of PACKAGES is the file that its package brought. Without a
-    name it is one of these that is installed, or the bundled model. Raises `ValueError`."""
+    """The model that `LLM` loads. A name in PACKAGES means the file in that package. Without a name
+    it is one of these, if installed, or the bundled model. Raises `ValueError`."""
     if name is None:
         installed = next(filter(None, map(file_in, PACKAGES.values())), None)
         if installed is None:
@@ -343,7 +343,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def connect(args: argparse.Namespace) -> Engine | Server:
-    """What is talked to. Raises `ValueError`, `OSError`."""
+    """Make the engine, or connect to the server. Raises `ValueError`, `OSError`."""
     names = (*FOR_CHATS, "repetition_penalty", "max_tokens")
     given = {name: getattr(args, name) for name in names if name in args}
     if args.url is not None:

@@ -5,17 +5,16 @@
     ... --quantization int4, LLM(..., quantization="int4") the matrices of layers in 4 bits
 
 GGUF (llama.cpp's format) is one file with metadata, a tokenizer, and weights in small blocks, each
-with a scale. What the metadata says is read in gguf_entries.py, the weights in gguf_weights.py, the
-tokenizer by transformers. In int4 the file's own numbers are kept; else they are rounded a second
-time, to bfloat16 or to few bits. The last lines say what became of them.
+with a scale. gguf_entries.py reads the metadata, gguf_weights.py the weights, and transformers the
+tokenizer. In int4 the file's own numbers are kept; else they are rounded a second time, to bfloat16
+or to few bits. The last lines of output report the rounding.
 
-Invariants: the folder is there whole, or not at all. Every number of the file is in the network,
-and every entry of its metadata is known. A network that the engine would refuse is refused before
-weights are read. Where both fit into half of the free memory in float32, the engine has written a
-text from the folder before it has its name, which is that of transformers. In memory is no more
-than a shard.
+Invariants: the folder is complete or missing. Every weight of the file is in the network, and every
+entry of its metadata is known. A network that the engine would refuse is refused before weights are
+read. Before the folder gets its name, the engine's text is compared with that of transformers, if
+both networks fit into half of the free memory in float32. At most one shard is in memory.
 
-llama.cpp computes with blocks as they are: some thirty kinds, each with products of its own.
+llama.cpp computes with the blocks themselves: some thirty kinds, each with its own product.
 """
 
 import argparse
@@ -118,7 +117,7 @@ def convert_for_engine(file: Path, folder: Path, dtype: str, quantization: str |
 
 
 def check(file: Path, folder: Path) -> None:
-    """Before anything that takes long."""
+    """Check the arguments, before anything that takes long."""
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file")
     check_begin(file)
@@ -203,7 +202,7 @@ def shards(found: list[Source], dtype: torch.dtype, quantization: str | None,
 
 
 def report(changes: list[Change]) -> Iterator[str]:
-    """A line for each way to keep numbers: how many, and how far they are from the file's."""
+    """A line for each number format: how many numbers, and their error against the file's."""
     for how in dict.fromkeys(one.how for one in changes):
         some = [one for one in changes if one.how == how]
         moved = sum(one.moved for one in some)
@@ -214,7 +213,7 @@ def report(changes: list[Change]) -> Iterator[str]:
 
 
 def probe(folder: Path) -> None:
-    """Raises `ValueError` unless the engine writes from the folder what transformers' network does,
+    """Raises `ValueError` unless the engine writes the same text from the folder as transformers,
     both in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = min(40, model.config.max_position_embeddings - 4)

@@ -1,4 +1,4 @@
-"""What this machine has, what works on it, and how fast: a table to paste into a report.
+"""A check of this machine: hardware, correctness and speed, as a table for reports.
 
     nanoserve doctor                  with the bundled model's shapes
     nanoserve doctor Qwen/Qwen3-0.6B  or those of another; nothing but its config.json is read (of a
@@ -9,8 +9,8 @@
     times        bytes that are read a second, and their share of this machine's own copy
     ranks        on several GPUs one all_reduce for each pair
 
-The status is 0 if all that an engine would run here is right, else 1. Texts are compared by
-`nanoserve verify`, and a whole model's speed is measured by `python -m benchmarks.gpu --quick`.
+The exit status is 0 if all functions that an engine would use here are right, else 1. `nanoserve
+verify` compares texts, and `python -m benchmarks.gpu --quick` measures a whole model's speed.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def machine(config: EngineConfig) -> list[Finding]:
-    """What is there, and what should be. Rows of a table: name, value, remark."""
+    """The machine's hardware and software, with remarks on missing parts, as rows of a table."""
     cuda, include = torch.version.cuda, Path(sysconfig.get_path("include"), "Python.h")
     wsl = " (WSL)" if "microsoft" in platform.release().lower() else ""
     rows = [("system", f"{platform.system()} {platform.release()}{wsl}, Python "
@@ -120,13 +120,13 @@ def machine(config: EngineConfig) -> list[Finding]:
 
 
 def features() -> str:
-    """Those of the CPU that matrices are multiplied with."""
+    """The CPU's features for matrix products."""
     info = Path("/proc/cpuinfo")
     return " ".join(sorted(FEATURES & set(info.read_text().split() if info.exists() else ())))
 
 
 def printed(command: list[str], seconds: float = 20, **environment: str) -> str:
-    """What a command prints, or why it prints nothing."""
+    """The output of a command, or the reason why there is none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds,
                               env=os.environ | environment)
@@ -136,7 +136,7 @@ def printed(command: list[str], seconds: float = 20, **environment: str) -> str:
 
 
 def functions(backend, shapes: Shapes) -> list[Finding]:
-    """The model's own kinds, then those that other models have."""
+    """Check the functions for the model's shapes, then those that other models use."""
     found: dict[tuple[str, ...], tuple[float, str]] = {}
     others = shapes._replace(is_int8=True, windows=(None, 100), num_experts=8, softcap=30.0,
                              activation="gelu_tanh")
@@ -152,7 +152,7 @@ def verdict(name: str, apart: float, error: str) -> Finding:
 
 
 def quantised(kind: type, shapes: Shapes) -> list[Finding]:
-    """Products with weights of 8 and of 4 bits, beside those of the numbers that they mean."""
+    """Compare products with 8-bit and 4-bit weights with those of the dequantised weights."""
     weight, x = (shapes.numbers(rows, 256) for rows in (136, 9))
     tolerance = max(TOLERANCE[shapes.dtype], 1e-4)  # a CPU rounds x to 16 bits
 

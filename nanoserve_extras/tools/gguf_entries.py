@@ -1,4 +1,4 @@
-"""A GGUF file's metadata, and what it says in the words of transformers' configs.
+"""A GGUF file's metadata, translated to entries of transformers' configs.
 
     qwen3.rope.freq_base = 1000000     ──►  "rope_parameters": {"rope_theta": 1000000, ...}
     tokenizer.ggml.eot_token_id = 258  ──►  "eos_token_id": [256, 258]
@@ -54,8 +54,7 @@ FIELDS = {
     "ssm.inner_size": "linear_value_head_dim"}
 NEEDED = ("block_count", "context_length", "embedding_length", "attention.head_count")
 BY_TENSOR = {"attention_bias": "attn_q.bias", "conv_bias": "shortconv.in_proj.bias"}
-# What needs no field: sizes that tensors show (of others they would not fit), what is 0, or as
-# always.
+# Entries that need no field: sizes that the tensors' shapes confirm, values that are 0 or usual.
 SHOWN = ("attention.head_count_kv", "attention.key_length", "attention.value_length",
          "feed_forward_length")
 OFF = re.compile("attention.(sliding_window|max_alibi_bias|clamp_kqv|scale)|.*logit_softcapping|"
@@ -114,7 +113,7 @@ class Stored(NamedTuple):
 
 
 class Walk:
-    """Through a mapped file, from its beginning."""
+    """A parser of a mapped file, from its beginning."""
 
     def __init__(self, memory: mmap.mmap):
         self.memory, self.at = memory, 0
@@ -173,7 +172,7 @@ def read_file(file: Path) -> tuple[dict, list[Stored]]:
 
 
 def check_names(entries: dict) -> list[str]:
-    """What is passed over: other tools' entries, some ways to sample, further templates.
+    """The entries that are ignored: those of other tools, some for sampling, further templates.
 
     Raises `ValueError` for a file that is not a whole text model, and for an entry of the tokenizer
     that is not known."""
@@ -214,7 +213,7 @@ def read_network(entries: dict, names: Container[str], usual: object, factors: d
     """The fields of the network's config. names: of the file's tensors; usual: the class's config,
     with its defaults; factors: RoPE's tensors.
 
-    Raises `ValueError` naming the entry and its value for what the class has no place for.
+    Raises a `ValueError` that names the entry and its value if the class has no field for it.
     """
     said, known = Said(entries), usual.to_dict().keys() | usual.attribute_map.keys()
     check_needed(said)
@@ -322,7 +321,7 @@ def read_ropes(said: Said, usual: object, factors: dict, sections: list | None) 
 
 
 def read_rope(said: Said, factors: dict) -> dict:
-    """One object of `rope_parameters`. factors: by how much each pair's wave is longer."""
+    """One object of `rope_parameters`. factors: by which each pair's wavelength is multiplied."""
     head_dim = said["attention.key_length"]
     rope = dict(rope_type="default", rope_theta=said.get("rope.freq_base", 10000.0))
     if (turned := said.get("rope.dimension_count", head_dim)) != head_dim:
@@ -406,7 +405,7 @@ def read_ends(entries: dict) -> list[int]:
 
 
 def read_tokenizer(entries: dict) -> PreTrainedTokenizerFast:
-    """As `from_pretrained(gguf_file=...)`, which would read the file again."""
+    """The tokenizer, as by `from_pretrained(gguf_file=...)`, which would read the file again."""
     from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
     fields, options = ({ours: entries[f"tokenizer.{name}"] for name, ours in names.items()
                         if f"tokenizer.{name}" in entries}
@@ -424,11 +423,10 @@ def read_tokenizer(entries: dict) -> PreTrainedTokenizerFast:
 
 
 def mend_tokenizer(tokenizer, entries: dict) -> None:
-    """What transformers passes over: llama.cpp's defaults, that ends are special tokens, and that
-    no space comes in front.
+    """Apply settings that transformers ignores: llama.cpp's defaults, special tokens that end a
+    text, and that no space is put in front.
 
-    Raises `ValueError` for a way to split text before merging that it doesn't know: it would take
-    GPT-2's."""
+    Raises `ValueError` for a pre-tokenizer that transformers doesn't know: it would use GPT-2's."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     kind, pre = (entries.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     backend = tokenizer.backend_tokenizer

@@ -6,12 +6,12 @@
     hf.co/owner/repo:Q4_K_M      write it; FOLDER:Q4_K_M, where such a folder is here
     owner/repo/path/model.gguf   a file there, by its path
 
-`find_folder` of base/checkpoint.py asks here first, so every command and every option that takes a
-model takes all of these. What is fetched stays in the cache of `huggingface_hub`, which also
-serves it without a network. A hub id alone means a checkpoint in safetensors: to look for GGUF
-files there would take a request to the hub at each start.
+`find_folder` of base/checkpoint.py tries these names first, so every command and every option for a
+model takes them. Downloads stay in the cache of `huggingface_hub`, which works without a network. A
+hub id alone means a checkpoint in safetensors: looking for GGUF files would need a request to the
+hub at each start.
 
-The converter is imported when a file is converted: it needs a second that later starts save.
+The converter is imported only to convert a file, because its import takes a second.
 """
 
 import re
@@ -71,7 +71,7 @@ def find_file(model: Any, option: str = "model", revision: str | None = None) ->
 
 
 def check_begin(file: Path) -> None:
-    """Before anybody says that a file is converted. Raises `ValueError`."""
+    """Check a file's first bytes, before its conversion is announced. Raises `ValueError`."""
     with file.open("rb") as opened:
         begin = opened.read(32)
     if begin.startswith(b"version https://git-lfs"):
@@ -81,7 +81,7 @@ def check_begin(file: Path) -> None:
 
 
 def is_gguf(file: Path) -> bool:
-    """By its ending, or by how every such file begins."""
+    """Whether a file is a GGUF file, by its ending or its first bytes."""
     if file.suffix == ".gguf" or not file.is_file():
         return file.suffix == ".gguf"
     with file.open("rb") as opened:
@@ -98,7 +98,7 @@ def fetch(found: re.Match, name: str, revision: str | None) -> Path:
 
 
 def list_files(repo: str, revision: str | None) -> list[str]:
-    """The hub's list; without a network that of the cache."""
+    """The repository's files by the hub; without a network those in the cache."""
     from huggingface_hub import list_repo_files, snapshot_download
     try:
         return list_repo_files(repo, revision=revision)
@@ -140,11 +140,11 @@ def pick(names: list[str], tag: str, name: str) -> str:
 
 def kept(file: Path, quantization: str | None = None, option: str = "model",
          dtype: str = "auto") -> Path:
-    """The folder that a file was converted into, or is now. A file of another content, by its size,
-    time and last numbers, is another one; so is it after an upgrade or a change of SOURCES, which
-    may have mended a conversion. quantization, dtype: the engine's; its bits are the folder's, and
-    so is a dtype that was asked for: float32 has the file's own numbers. option: where the file was
-    named. Raises `ValueError` for what can't be converted."""
+    """The folder with the converted file; converts it if needed. There is another folder for other
+    contents, told by size, time and last bytes, and after an upgrade or a change of SOURCES, which
+    may fix a conversion. quantization, dtype: the engine's, used for the folder, too; float32 keeps
+    the file's own numbers. option: the option that named the file. Raises `ValueError` if the file
+    can't be converted."""
     name, cache = f"{option}={str(file)!r}", cache_folder()
     remedy = f"nanoserve convert {file.name} FOLDER, and name the folder"
     bits = quantization if quantization in BITS else None
@@ -166,7 +166,7 @@ def kept(file: Path, quantization: str | None = None, option: str = "model",
 
 
 def digest_of(file: Path) -> str:
-    """Another one for another content, and for another converter."""
+    """A digest of the file's contents and of the converter."""
     status = file.stat()
     with file.open("rb") as opened:  # archives give all of their files one time
         opened.seek(-min(status.st_size, LAST), SEEK_END)

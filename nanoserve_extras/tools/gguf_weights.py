@@ -3,11 +3,11 @@
     blk.3.attn_q.weight             ──►  model.layers.3.self_attn.q_proj.weight
     blk.3.ffn_up_exps.weight        ──►  model.layers.3.mlp.experts.0.up_proj.weight, .1., .2. ...
 
-llama.cpp's own package knows the names. What its converter stores otherwise is turned back here:
-the order of rows, where RoPE's pairs are neighbours or heads stand by turns; norms plus 1; -exp(A).
-All of this leaves a row's blocks whole, so that they can stay what they are. A block is whole
-numbers q, and for 16 or 32 of them a scale s and perhaps a minimum m, weight = q * s + m. Those of
-a block of 256 ("K") are themselves products:
+llama.cpp's own package knows the names. Changes by its converter are reversed here: the order of
+rows, if RoPE's pairs are neighbours or heads are interleaved; norms plus 1; -exp(A). None of these
+splits a row's blocks, so blocks can be kept unchanged. A block has integers q, and for 16 or 32 of
+them a scale s and perhaps a minimum m, weight = q * s + m. In a block of 256 ("K") scales and
+minima are products:
 
     Q4_0, Q4_1           s = d                       m = -8 d, or as stored      4 bits
     Q4_K                 s = d * (6 bits)            m = -dmin * (6 bits)        4 bits
@@ -46,7 +46,7 @@ from nanoserve_extras.tools.gguf_entries import Stored
 
 
 class Family(NamedTuple):
-    """An architecture of llama.cpp's: its kind of config in transformers, and how it is stored."""
+    """One of llama.cpp's architectures: its config class in transformers, and how it is stored."""
 
     model_type: str
     said: dict = {}  # fields that no entry names
@@ -64,7 +64,7 @@ FAMILIES = {
     "lfm2": Family("lfm2", dict(block_auto_adjust_ff_dim=False)),
     "lfm2moe": Family("lfm2_moe"),
     "gemma2": Family("gemma2", raised=True), "gemma3": Family("gemma3_text", raised=True)}
-# Of Qwen 3.5: what makes or takes value heads.
+# Qwen 3.5's tensors whose rows or columns are value heads.
 VALUE_HEADS = ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out", "ssm_alpha", "ssm_beta", "ssm_a",
                "ssm_dt")
 # Matrices of layers that may be rounded; routers and what states decay by stay wide.
@@ -92,12 +92,12 @@ class Source(NamedTuple):
         return ROUNDED.fullmatch(self.tensor.name) is not None
 
     def matrices(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Each with its name: what is stored of its rows."""
+        """Each matrix by name, with the stored bytes of its rows."""
         data = self.tensor.data
         return zip(self.names, data.reshape(len(self.names), -1, data.shape[-1]), strict=True)
 
     def portions(self, stored: np.ndarray) -> Iterator[torch.Tensor | Quantised]:
-        """Some rows of a matrix after others: whole numbers where a block has such, or float32."""
+        """A matrix in portions of rows: integers, if its blocks have them, or float32."""
         from gguf import dequantize
         unpack = UNPACK.get(self.tensor.tensor_type.name)
         for some in portions(len(stored), self.shape[-1]):
@@ -187,7 +187,7 @@ def stored_otherwise(name: str, shape: tuple[int, ...], arch: str, config: Any) 
 
 
 def swapped(numbers: torch.Tensor, dim: int) -> torch.Tensor:
-    """All of them, behind an exchange of `dim` and the next one."""
+    """The numbers, flattened, after swapping `dim` and the next dimension."""
     return numbers.transpose(dim, dim + 1).flatten()
 
 
@@ -295,7 +295,7 @@ UNPACK = {name: in_matrix(size, read) for name, size, read in (
 
 
 def in_order(one: Quantised, columns: torch.Tensor) -> Quantised | None:
-    """With its inputs in another order; None where that would part a group."""
+    """The matrix with its inputs in another order; None if that would split a group."""
     groups = columns[::one.size] // one.size
     if not torch.equal((groups[:, None] * one.size + torch.arange(one.size)).flatten(), columns):
         return None
@@ -307,8 +307,8 @@ def in_order(one: Quantised, columns: torch.Tensor) -> Quantised | None:
 
 
 class Change(NamedTuple):
-    """What became of a matrix, for a report: how its numbers are kept, how many there are, and the
-    sums of squares of them and of how far they were moved."""
+    """A matrix's entry in the report: the format of its numbers, their count, and the sums of
+    squares of the numbers and of their rounding errors."""
 
     how: str
     numbers: int

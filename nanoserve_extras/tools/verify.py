@@ -1,4 +1,4 @@
-"""Check the engine on *this* checkpoint: its text beside transformers', in every mode.
+"""Check the engine on *this* checkpoint: compare its text with transformers', in every mode.
 
     python -m nanoserve verify                   the bundled model
     python -m nanoserve verify Qwen/Qwen3-0.6B --prompts prompts.txt
@@ -9,8 +9,8 @@
 The scheduler may change *when* a token is computed, never *which* token comes out. So transformers
 writes greedily, one prompt at a time, once; then the engine has to write the same in each mode, a
 row of the table: alone and batched, in chunks, from the prefix cache, preempted and so on. Both
-compute in float32: in bfloat16 so many choices are as close as rounding that only coarse faults
-would show. What bfloat16 and fewer bits change is a second table (verify_served.py).
+compute in float32: in bfloat16 so many choices are within rounding errors that only large errors
+would show. A second table has the effect of bfloat16 and fewer bits (verify_served.py).
 
 A token that differs is a bug or a near-tie. The same numbers added in another order round
 differently, which decides where two logits are almost equal. The `gap` tells them apart: how far
@@ -21,9 +21,9 @@ is 2e-5, which is 6e-4 for a logit of 30. After a near-tie the two texts go on d
 rest of that text isn't compared.
 
 The reference is a plain loop and not `generate`, because generation_config.json may ask for
-penalties; with `--dense` it has no KV cache either, so that a fault of transformers' cache can't be
-taken for ours. Prompts and output tokens are counted from 0. Not found: a bug that both engines
-have.
+penalties; with `--dense` it has no KV cache either, so that a bug of transformers' cache is not
+taken for ours. Prompts and output tokens are counted from 0. A bug that both engines have is not
+found.
 """
 
 import argparse
@@ -63,7 +63,7 @@ from nanoserve_extras.tools.verify_served import (
 
 NEAR_TIE = 2e-5  # the default
 CONDITIONAL = "ForConditionalGeneration"  # how the names of wrappings end
-NEVER = " (never!)"  # behind a mode in which what it is for did not happen
+NEVER = " (never!)"  # marks a mode that did not do what it is for
 NUM_RIVALS = 20  # the likeliest tokens of a position, whose gaps are kept
 EXIT_CODES = """exit code: 0, the same text in every mode but for near-ties; 1, a real difference or
 a mode that failed; 2, wrong use, or a model that can't be loaded, here or in transformers; 130,
@@ -124,7 +124,7 @@ def modes_for(config: ModelConfig) -> list[Mode]:
 
 @dataclass
 class Text:
-    """What transformers writes after a prompt, and by position how close the choice was."""
+    """transformers' text after a prompt, and by position how close each choice was."""
 
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Text:
 
 @dataclass
 class Outcome:
-    """What came out of one mode: a line, and one for the first of each kind of difference."""
+    """The result of one mode: a line, and one for the first difference of each kind."""
 
     name: str
     num_texts: int = 0
