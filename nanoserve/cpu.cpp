@@ -40,7 +40,7 @@ namespace {
 
 // ------------------------------------------------------------------ numbers
 
-// NAME: what multiplies, as the start-up line says it. MAX_ROWS: rows of a tile by its number of
+// NAME: for the start-up line. MAX_ROWS: the rows of a tile by its number of
 // panels, P above: all its sums are in registers. 14 rows and 2 panels take 28 of AVX512's 32.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, MAX_ROWS[] = {0, 16, 14, 0, 6};
@@ -175,9 +175,9 @@ using Whole = Plain<BFloat16>;  // in name only
 #endif
 
 // sums (R, 16 * P) = rows (units, R) times P panels. The units may lie in several segments: of V,
-// each tile is one. panels: where each segment's P panels begin, (segments, P). next: the same of
-// what is read afterwards, which is fetched meanwhile; or null. scales: of `Whole` rows. out: rows
-// of `stride` numbers, with which the sums begin if `add` says so.
+// each tile is one. panels: where each segment's P panels begin, (segments, P). next: the panels
+// that are read next, which are prefetched meanwhile; or null. scales: those of `Whole` rows. out:
+// rows of `stride` numbers, with which the sums begin if `add` is set.
 template <class Kind, int R, int P>
 void multiply(const uint32_t *rows, const float *scales, const uint32_t *const *panels,
               const uint32_t *const *next, long segments, long units, float *out, long stride,
@@ -466,7 +466,7 @@ void experts(const T *hidden, const float *weights, const int64_t *ids, const ui
 
 // ------------------------------------------------------------- the KV cache
 
-// Where a layer's cache keeps a tile's KV head. padded: head_dim, filled up to whole panels.
+// Where a layer's cache stores a tile's KV head. padded: head_dim, filled up to whole panels.
 //
 // A *small* cache has int8 in the place of T, in the same order, and behind a tile's numbers the
 // scales of its 16 tokens. An int8 is a whole number that T can say, so a tile is widened to panels
@@ -882,7 +882,7 @@ void decoder_layer(const Layer &layer, const Tokens &tokens, const T *hidden, co
         attended = q, so_far = normed;
     }
     layer.o.multiply(layer.o, attended, answer, rows);
-    T *normed_answer = qkv;  // which nobody reads any more
+    T *normed_answer = qkv;  // qkv is not read any more
     const T *joins = answer;
     const float *mlp_norm = layer.attended_norm;
     if (layer.mlp_norm) {
@@ -1008,7 +1008,7 @@ inline double uniform(uint64_t seed, uint64_t position) {
     return double((x ^ (x >> 31)) >> 24) * 0x1p-40;
 }
 
-constexpr long PART = 256;  // tokens whose weights are summed up, so that not all are gone through
+constexpr long PART = 256;  // tokens whose weights are summed up, so that a draw skips most parts
 
 // By inverse CDF: the first token whose cumulated weight exceeds the row's random number.
 template <class T>

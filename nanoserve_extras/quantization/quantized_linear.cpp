@@ -1,23 +1,22 @@
-// x @ weight.T for a weight of whole numbers: int8 by row, or 4 or 8 bits in groups.
+// x @ weight.T for a weight of integers: int8 by row, or 4 or 8 bits in groups.
 //
-// The loop is cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
-// long as there are inputs; a unit is two neighbouring inputs. A unit of a panel becomes 32 numbers
-// of 16 bits in a register, and one instruction multiplies them by a row's unit and adds both
-// products to 16 sums of 32 bits:
+// The loop is cpu.cpp's `multiply` with integers. A panel has 16 outputs and all inputs; a unit is
+// two neighbouring inputs. A unit of a panel becomes 32 numbers of 16 bits in a register, and one
+// instruction multiplies them by a row's unit and adds both products to 16 sums of 32 bits:
 //
 //     8 bits: panel (units, 16, 2)       rows (units, R), two int16 each         sums (R, 16 P)
 //     unit 0   o0 o0 o1 o1 ... o15 o15   unit 0   r0 r1 .. rR     block scale    r0  o0 o1 ... o15
 //     unit 1   o0 o0 o1 o1 ... o15 o15   unit 1   r0 r1 .. rR     of r0, r1 ..   r1
 //
-// For that the activations become whole numbers of 16 bits, too: each block of 512 inputs of a row
-// has its own scale, the largest number in it over 32767. That keeps 15 bits of the largest number,
-// where bfloat16 has 8. Why 512: a block's sum is 512 * 128 * 32767 at most, which is just below
-// 2^31. Behind a block the sums are scaled and added up in float32. Zeros fill a panel's last units,
-// so that a loop can take four at a time.
+// For this the activations are rounded to 16-bit integers, too: each block of 512 inputs of a row
+// has its own scale, the largest number in it over 32767. That keeps 15 bits of the largest number;
+// bfloat16 has 8. Why 512: a block's sum is at most 512 * 128 * 32767, just below 2^31. After each
+// block the sums are scaled and added up in float32. Zeros fill a panel's last units, so that a
+// loop can take four at a time.
 //
-// In groups, weight = q * s + m, and the inputs of a group share s and m. So what a group adds to a
-// result is s * (sum of q x) + m * (sum of x), and the last sum is the same for all outputs. A
-// panel is one stream, for each group the head and then the numbers:
+// In groups, weight = q * s + m, and the inputs of a group share s and m. So a group adds to a
+// result s * (sum of q x) + m * (sum of x), and the last sum is the same for all outputs. A panel
+// is one stream, for each group the head and then the numbers:
 //
 //     head       16 s, 16 m in float16, a line of 64 bytes; or a line of 16 s in float32, and
 //                perhaps one of 16 m. int8 by row: one group, a line of s
@@ -28,14 +27,14 @@
 //                    q7 q5 q3 q1 q6 q4 q2 q0      (the highest bits first)
 //                has q2 and the high half q3: unit 1
 //
-// Behind a group the sums are scaled. Groups divide 512, so a row has one scale in each.
+// After each group the sums are scaled. Groups divide 512, so a row has one scale in each.
 //
-// Sums of whole numbers are exact, and blocks are added in their order, so a row's result depends
-// neither on the threads nor on the other rows. Why not int8 activations, which would be twice as
-// fast where products and not bytes are the limit: they change the text (W8A8), these do not.
+// Sums of integers are exact, and blocks are added in order, so a row's result depends neither on
+// the threads nor on the other rows. The road not taken: int8 activations would be twice as fast if
+// products were the limit and not bytes, but they change the text (W8A8); 16 bits do not.
 //
-// On matrix tiles panels are widened to bfloat16, once for all rows of a portion, and activations are
-// not rounded. An int8 is a bfloat16 as it is; in groups, weights are rounded behind q * s + m.
+// On matrix tiles panels are widened to bfloat16, once for all rows of a portion, and activations
+// are not rounded. An int8 is exact in bfloat16; in groups, q * s + m is rounded to bfloat16.
 //
 // Shapes and dtypes are checked in build.py. Built by build.py.
 
@@ -152,9 +151,9 @@ inline void add_scaled(Vector sums, float scale, float *out) {
     std::memcpy(out, &total, sizeof total);
 }
 
-// How a panel's numbers lie. floats: numbers of float32 in a group's head, for each output; 0 stands
-// for two of float16. group: units of a group; of int8 by row, whose scales are left to the caller,
-// those of a block.
+// The layout of a panel. floats: float32 numbers in a group's head, for each output; 0 means two of
+// float16. group: units of a group; for int8 by row, whose scales the caller applies, units of a
+// block.
 struct Groups {
     long group;
     int floats;
@@ -189,8 +188,8 @@ struct Rows {
 // out (R, 16 * P) = rows times P panels. next: what is read afterwards, which is fetched meanwhile;
 // or null. P is 1 unless numbers are int8 by row.
 //
-// A sum waits for its last addition. Few rows have nothing else to do meanwhile, so they have some
-// sums for each output, which are added up in the end: CHAINS. (docs/log, 2026-11-27.)
+// An addition to a sum must wait for the one before. Few rows have no other work meanwhile, so they
+// use several sums for each output, which are added up at the end: CHAINS. (docs/log, 2026-11-27.)
 template <int BITS, bool GROUPED, int R, int P>
 void multiply(Rows rows, const uint8_t *const *panels, const uint8_t *const *next, long units,
               const Groups &groups, float *out, bool add) {
@@ -316,8 +315,8 @@ void round_row(const T *x, long inputs, int tile_rows, long group, int32_t *unit
     }
 }
 
-// A panel of `size` bytes as one of bfloat16 with `units` units, at a place of 2. One row waits for
-// this as long as for memory, so it is done in vectors.
+// A panel of `size` bytes as one of bfloat16 with `units` units, at one of two places. For one row
+// this takes as long as reading memory, so it is vectorised.
 inline const uint32_t *widen(const uint8_t *panel, long size, bool is_4, const Groups &groups,
                              long units, int place) {
     const long room = (units + groups.group) * PANEL;  // the last group may be longer than the inputs
@@ -414,7 +413,7 @@ void product(const T *x, const uint8_t *weight, long bits, long group, long floa
     int32_t *packed = scratch<int32_t>(0, tiling.tiles * tile_size);
     float *scales = scratch<float>(1, tiling.tiles * scales_size);
     float *sums_of_groups = scratch<float>(3, tiling.tiles * sums_size);
-    // By tiles: two threads that write to the rows of one would wait for each other's cache lines.
+    // By tiles: two threads that wrote to the rows of one tile would share cache lines.
     share_out(tiling.tiles, rows > 32, [&](long t) {  // few rows: quicker than asking
         for (long r = 0; r < tiling.rows; r++) {
             const long row = t * tiling.rows + r;

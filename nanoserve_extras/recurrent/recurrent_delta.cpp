@@ -1,7 +1,7 @@
-// The gated delta rule for CPUs. Its formula stands in recurrent_delta.py.
+// The gated delta rule for CPUs. Its formula is in recurrent_delta.py.
 //
-// A portion is a row's head: 64 columns of its state lie in a core's nearest cache, and all of the
-// row's tokens go by, one after the other; then the next columns.
+// A portion is one head of one row: 64 columns of its state stay in a core's first cache while all
+// of the row's tokens are processed in order; then come the next columns.
 //
 //     state of a head, (key_size, size)      | 0..63 | 64..127 | ...
 //
