@@ -11,7 +11,7 @@
 `bench.py` is the short answer; this is the long one, made of three more files, with `--against` of
 four:
 
-    workloads   who asks for what, and when         the same token ids for whoever is measured
+    workloads   requests and their arrivals         the same token ids for each engine
     roofline    what this machine can do, now       a copy of memory, a matrix product
     meter       one run of the engine               every step, every token's time, parts of a step
     peers       others on the same requests         in turns: a ratio for each pair of runs
@@ -532,8 +532,8 @@ def print_rung(row: dict) -> None:
 
 
 def print_description(result: dict) -> None:
-    """Before the run, so that whoever watches knows what is being measured. The engine's line is
-    left out on the ladder, where each row has another."""
+    """Print, before the run, what is being measured. The engine's line is left out on the ladder,
+    where each row has another."""
     machine, model = result["machine"], result["model"]
     on = "" if machine["device"] == "cpu" else f"{machine['device']}, "
     print(wrapped("machine", f"{on}{machine['cpu']}, {machine['num_cores']} cores, "

@@ -1,8 +1,7 @@
 """A small engine that many tests share, and how it is driven and looked at.
 
-Oracles: transformers' greedy text for whatever a model says; for stopping and streaming, where it
-matters what is said, a model whose words are put into its mouth (it computes its KV as always, but
-the sampled tokens are replaced).
+Oracles: transformers' greedy text for the texts of models; for stopping and streaming, which depend
+on the text, a model whose sampled tokens are replaced by given ones (it computes its KV as always).
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""What a layer keeps of a checkpoint, alone and on each rank. No processes: ranks are threads.
+"""The part of a checkpoint that a layer keeps, alone and on each rank. Ranks are threads here.
 
 The oracle: a step of all ranks gives transformers' logits. Sizes are uneven on purpose: 3 KV heads
 over 2 ranks, 1 over 4, a vocabulary of 260 over 3, 5 experts over 4, an MLP of 95 over anything.

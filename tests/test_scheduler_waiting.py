@@ -1,4 +1,4 @@
-"""Who goes first: the order under each policy, and who makes way for whom. No torch.
+"""The order of requests under each policy, and which one is preempted for which. No torch.
 
 Oracles: `sorted` with a key that is written out here, all 720 orders of six requests, arithmetic by
 hand, and `alone()` for the tokens, which no policy may change.

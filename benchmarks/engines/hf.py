@@ -1,8 +1,8 @@
 """transformers as a peer of nanoserve: `generate` on one padded batch, or its continuous batching.
 
 A static batch pads every prompt on the left to the longest, and runs until its longest output is
-done: whoever is finished earlier keeps computing. Those tokens are not counted, the time they take
-is. That is what most scripts do, and what continuous batching was invented against.
+done: rows that are finished earlier keep computing. Their tokens are not counted, but their time
+is. Most scripts do so; continuous batching was invented to avoid it.
 
 The same greedy choice, the same lengths (no EOS), the same precision as nanoserve; attention is
 `sdpa`, transformers' default, and so is the cache.

@@ -1,4 +1,4 @@
-"""What goes with what: the page says what the facts say, and a clash is said before work starts."""
+"""What goes with what: the page agrees with the facts, and clashes fail before work starts."""
 
 import re
 

@@ -1,8 +1,8 @@
-"""Log probabilities on a CPU are the same to the last bit, whoever else is in the batch.
+"""On a CPU, log probabilities are bit-identical, whatever else is in the batch.
 
 The oracle is the same engine with one request at a time, and without a prefix cache. The compiled
-twin makes every sum in a fixed order, which other rows, chunks and drafts don't change. It is not
-so behind a window, nor with blocks of a size that 16 doesn't divide: cpu.cpp says why.
+backend makes every sum in a fixed order, which other rows, chunks and drafts don't change. This
+does not hold behind a window, or with a block size that 16 doesn't divide: see cpu.cpp.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Ranks as processes: how they come up, serve, idle, end and die.
 
-The rules: a user's script needs no `__main__` guard and ends as it would without ranks; whoever
+The rules: a user's script needs no `__main__` guard and ends as it would without ranks; if a rank
 dies, the others end within half a minute and name it; and no process or port outlives its engine.
 The oracle for text is transformers. Nothing here measures speed, and deadlines are generous,
 because machines that run tests are busy. (Ranks that live and hang: tests/extras/base.)

@@ -1,4 +1,4 @@
-"""Why torch can't use a GPU is said where the CPU takes its place, and is the error otherwise."""
+"""Why torch can't use a GPU: a line if the CPU is used instead, and an error otherwise."""
 
 import re
 

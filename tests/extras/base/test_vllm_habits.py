@@ -1,4 +1,4 @@
-"""What a vLLM user types without thinking: names, prompts, keywords, methods.
+"""vLLM users' habits: names, prompts, keywords, methods.
 
 The oracles are transformers' greedy text and its logits.
 """

@@ -1,4 +1,4 @@
-"""Speculative decoding: whoever guesses, and however badly, the text is the same, only sooner.
+"""Speculative decoding: with any drafter, however bad, the text is the same, only sooner.
 
 The oracles are independent of what they check: transformers' greedy text, the same engine without
 drafts (drawn tokens, logprobs, stop strings, token for token), distributions computed by hand from

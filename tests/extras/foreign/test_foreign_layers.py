@@ -1,4 +1,4 @@
-"""Which parts of transformers' networks are taken over: those that compute the same, and no other.
+"""Parts of transformers' networks are replaced by ours if they compute the same, and only then.
 
 That texts stay the same token for token is tested with the networks (test_transformers_model.py).
 """

@@ -1,4 +1,4 @@
-"""Random workloads with pictures: who waits for a turn at the tower, or lacks blocks, stops nobody.
+"""Random workloads with pictures: a request that waits for the tower, or blocks, stops no other.
 
 The scheduler's own random workloads (test_scheduler_random.py), with recurrent states and without,
 and the real extra in front of a tower that is a stand-in. `Scheduler.schedule` audits that no step

@@ -1,7 +1,7 @@
 """Engines whose weights are 8 bits or 4: how a model is loaded, and its text.
 
 The oracle of a text is an engine on a dense checkpoint whose matrices packing.py rounded or
-dequantised, number for number. An LM head, where nothing else is said, is 8 bits by row.
+dequantised, number for number. An LM head is 8 bits by row unless a test says otherwise.
 """
 
 import json

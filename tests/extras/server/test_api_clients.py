@@ -1,4 +1,4 @@
-"""What real clients send beyond the plain body: taken, refused in words, or passed over.
+"""Bodies of real clients beyond the plain one: their fields are used, refused or ignored.
 
 The bodies are written down from the clients' own requests. Oracle for texts and logprobs: offline
 `generate` of the same engine; for the shapes: OpenAI's and vLLM's documents.

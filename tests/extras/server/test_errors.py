@@ -1,4 +1,4 @@
-"""What a library says, as a client reads it. Each decoder of a body is made to say an address."""
+"""Libraries' errors, as clients read them. Each decoder of a body is made to print an address."""
 
 import math
 import re

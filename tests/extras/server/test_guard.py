@@ -1,4 +1,4 @@
-"""What stands in front of the endpoints: keys, and limits for bodies and for open requests.
+"""The guard before the endpoints: keys, and limits for bodies and for open requests.
 
 The application behind the guard is one of three lines, and messages are handed over by hand: no
 model, no port. That a key's comparison takes constant time is hmac's promise, which is looked for.

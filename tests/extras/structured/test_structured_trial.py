@@ -1,4 +1,4 @@
-"""What would end a server, or hold it, ends a process that is there for it.
+"""Grammars that would crash or block a server are first compiled in a separate process.
 
 Oracle: what can be asked of the same object behind it.
 """
