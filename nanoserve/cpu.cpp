@@ -448,7 +448,7 @@ void mixture(const T *hidden, const float *weights, const int64_t *ids, const Ma
     for (long i = 0; i < tokens * size; i++) narrow(sums[i], out[i]);
 }
 
-// The same of experts whose panels lie one behind the other.
+// `mixture` for experts whose panels are contiguous.
 template <class T>
 void experts(const T *hidden, const float *weights, const int64_t *ids, const uint32_t *gate_up,
              const uint32_t *down, long first_expert, long is_gelu, T *out, long tokens, long size,
@@ -468,9 +468,9 @@ void experts(const T *hidden, const float *weights, const int64_t *ids, const ui
 
 // Where a layer's cache stores a tile's KV head. padded: head_dim, filled up to whole panels.
 //
-// A *small* cache has int8 in the place of T, in the same order, and behind a tile's numbers the
-// scales of its 16 tokens. An int8 is a whole number that T can say, so a tile is widened to panels
-// of T without a rounding; K's scales then multiply scores, and V's the weights of the softmax.
+// A *small* cache has int8 instead of T, in the same order, and after a tile's numbers the scales of
+// its 16 tokens. T can represent every int8, so a tile is widened to panels of T without rounding;
+// K's scales then multiply scores, and V's the weights of the softmax.
 // With AVX512-VNNI and bfloat16 they are not widened: see `Whole`.
 template <class T> struct Cache {
     uint32_t *k, *v;
@@ -902,7 +902,7 @@ void decoder_layer(const Layer &layer, const Tokens &tokens, const T *hidden, co
         add_rms_norm<T>(last, nullptr, layer.answer_norm, layer.eps, out, sum, rows, size);
 }
 
-// Some layers, one behind the other. wanted: of the last one.
+// Some layers in sequence. wanted: rows of the last one.
 template <class T>
 void decoder_layers(const Layer *const *layers, const Tokens *const *tokens, long num_layers,
                     const T *hidden, const T *residual, const int64_t *wanted, long rows, T *out,

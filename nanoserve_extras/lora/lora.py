@@ -58,7 +58,7 @@ from nanoserve_extras.engine_args import LoRAOptions, keep_path
 
 ADAPTER_FOLDER = rules.Rule("the folder of an adapter", keep_path)
 SECTION = "adapter_ids"  # a row's number in the batch; empty where no row has an adapter
-ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
+ADAPTER = -2  # stands for a step's first length: an adapter's weights follow
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT writes it in front of the modules' names
 # Entries of `adapter_config.json` that are not supported, with the values that have no effect.

@@ -334,7 +334,7 @@ def read_compressed(entry: dict) -> Format:
 
 
 def read_modelopt(entry: dict) -> Format:
-    """NVIDIA's Model Optimizer. The KV cache's scales are passed over."""
+    """NVIDIA's Model Optimizer. The KV cache's scales are ignored."""
     if entry.get("quant_algo") == "MIXED_PRECISION":
         layers = section(entry, "quantized_layers")
         if not layers:

@@ -59,7 +59,7 @@ from nanoserve_extras.recurrent.recurrent_snapshots import FIRST_ROW, Snapshots
 
 Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
 SECTIONS = "state_sources", "state_places", "state_drafts"  # see `Rows`
-COPY = -5  # in the place of a step's first length: states to be copied come next
+COPY = -5  # stands for a step's first length: states to be copied come next
 CHUNKS = (4, 3, 1, 1)  # in the trial at load
 STATES_SHARE = 0.5  # the most for rows, as a share of the memory that is left
 SNAPSHOTS_SHARE = 0.1  # a share of the KV cache's size, unless `snapshot_bytes` is given

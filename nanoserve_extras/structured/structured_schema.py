@@ -141,7 +141,7 @@ def _counts_none(one: dict) -> bool:
     return "maxContains" not in one and one.get("minContains", 1) <= most
 
 
-# When a keyword that the compiler lacks asks for nothing, given the schema that has it.
+# For each keyword that the compiler lacks: whether it has no effect in a schema.
 IDLE: dict[str, Callable[[dict], bool]] = {
     "propertyNames": lambda one: _is_text(one["propertyNames"]),
     "uniqueItems": lambda one: one["uniqueItems"] is False or one.get("maxItems", 2) in (0, 1),
@@ -161,8 +161,8 @@ IDLE: dict[str, Callable[[dict], bool]] = {
 
 
 def with_definitions(schema: dict) -> None:
-    """In place: whatever a reference leads to is a definition then, so that each part has a meaning
-    beside the definitions alone. zod writes `"$ref": "#/properties/billing"`."""
+    """Move all targets of references to definitions, in place, so that each part can be compiled
+    with the definitions alone. zod writes `"$ref": "#/properties/billing"`."""
     names: dict[str, str] = {}
     defs, ahead, seen = {}, [schema], set()
     while ahead:
@@ -184,9 +184,9 @@ def with_definitions(schema: dict) -> None:
 
 
 def loosened(schema: dict, refusal: Callable[[dict], str]) -> Iterator[tuple[str, str]]:
-    """Take out of a schema, in place, what can't be compiled: from the inside out the keyword
-    without which the rest can be. So a text that has a wrong `pattern` may be any text. Yields the
-    name of the part that had it, if any, and why. refusal: the compiler's words, "" for none."""
+    """Remove unsupported keywords from a schema, in place: from the inside out the keyword without
+    which the rest can be compiled. So a string with a wrong `pattern` becomes any string. Yields
+    the name of the part that had it, if any, and why. refusal: the compiler's error, or ""."""
     pass_over(schema, refusal)
     if not refusal(schema):
         return

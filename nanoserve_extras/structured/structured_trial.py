@@ -1,18 +1,18 @@
-"""A grammar is tried in a process that may die.
+"""New grammars are first compiled in a separate process, which may crash.
 
-llguidance compiles what any client writes. 3,000 definitions that refer each to the next overflow
-its stack, which ends the process; a `multipleOf` of eight digits, or 40 patterns of one text, take
-all memory and have no end. So a grammar is compiled here first, within bounds of time, memory and
-stack; only one that comes out of it alive is compiled in the engine's process.
+llguidance compiles grammars of any client. 3,000 definitions that refer each to the next overflow
+its stack, which ends the process; a `multipleOf` of eight digits, or 40 patterns for one string,
+take all memory and never end. So a grammar is compiled here first, within bounds of time, memory
+and stack; only if that succeeds is it compiled in the engine's process.
 
     engine's process                        this file, run as a script
     Trial.refusal(grammar) ── a line ─────► compile it, and make two masks; it may die here
     the library's words   ◄── a line ─────  "": none
 
-So each new grammar is compiled twice, and the script keeps the vocabulary once more (20 MB, and 150
-with 150,000 tokens). Bounds that are read off a grammar's text are the road not taken: each knows
-one of the ways to ask for too much. The library's own limits bound the size of what it makes, and
-neither its stack nor all of its searches.
+The cost: each new grammar is compiled twice, and the script copies the vocabulary (20 MB, and 150
+with 150,000 tokens). The road not taken: checks of a grammar's text, each of which would
+find only one way to ask for too much. The library's own limits bound the size of its results, but
+not its stack, and not all of its searches.
 """
 
 import json

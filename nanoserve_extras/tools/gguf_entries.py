@@ -3,9 +3,9 @@
     qwen3.rope.freq_base = 1000000     ──►  "rope_parameters": {"rope_theta": 1000000, ...}
     tokenizer.ggml.eot_token_id = 258  ──►  "eos_token_id": [256, 258]
 
-All are read by one table (FIELDS), for a name means the same in each architecture; where one
-differs from the others, it has a row in ALWAYS_OF or LEFT_OUT. (What transformers passes over gets
-the defaults of its classes.)
+One table (FIELDS) is enough, because a name means the same in each architecture; an architecture
+that differs has a row in ALWAYS_OF or LEFT_OUT. (transformers' own reader is not used: it ignores
+some entries, which then get the defaults of its classes.)
 
 The file is mapped, and walked through once: each entry has its length in front of it, and tensors
 are slices of the mapping. (llama.cpp's package makes three arrays of each of a vocabulary's words,

@@ -14,13 +14,13 @@ minima are products:
     Q5_0, Q5_1, Q5_K     the same with a fifth bit of q, elsewhere in the block  8 bits
     Q6_K, Q8_0           s = d * (8 bits), s = d     none                        8 bits
 
-Where 4 bits are asked for they are kept as `Quantised`, to the last bit: 5 bits in 8, because
-rounding them to 4 would lose most of what they are there for. Other kinds (IQ4, MXFP4 and such step
-unevenly) are rounded once more, to 8 bits. A file of Q8_0 or floats alone becomes 4 bits, but for
-`IN_8_BITS`, and none of it in a network that is mostly vocabulary.
+With int4 these blocks are kept as `Quantised`, bit by bit: 5-bit numbers are stored in 8 bits,
+because rounding to 4 would lose their advantage. Other kinds (IQ4 and MXFP4 have uneven steps) are
+rounded again, to 8 bits. A file of only Q8_0 or floats becomes 4 bits, except `IN_8_BITS`, and
+except networks that are mostly vocabulary.
 
-Invariant: each tensor of the network comes from the file once, in its shape, and each of the file's
-has a place.
+Invariant: each tensor of the network comes from the file once, in its shape, and each tensor of the
+file is used.
 """
 
 import re

@@ -1,12 +1,12 @@
-"""What fewer bits change: flipped tokens and the perplexity of a text, as a model is served.
+"""The effect of fewer bits on a served model: flipped tokens and the perplexity of a text.
 
     nanoserve verify MODEL                     on verify's own prompts, behind the table of modes
     nanoserve verify MODEL --text book.txt     on a text of yours, this table alone
 
-The text is given (*teacher forcing*), so each position is one question: which token comes next? It
-is answered by transformers in float32 and, through the logprobs of a prompt, by an engine of each
-kind of weights. Texts written token by token can't be compared like this: after the first
-difference they go on differently.
+The text is given (*teacher forcing*), so each position asks one question: which token comes next?
+transformers answers it in float32, and an engine with each kind of weights answers it through the
+logprobs of a prompt. Generated texts can't be compared like this: after the first difference they
+go on differently.
 
     flips        the share of positions whose likeliest token is another one
     moved        how much probability goes to other tokens: half the sum of its changes (total
@@ -14,12 +14,12 @@ difference they go on differently.
                  as impossible
     perplexity   exp of the mean of -log p of the text's tokens (Jelinek et al. 1977)
 
-A flip is no fault by itself: where two tokens are almost as likely, rounding decides. A fault moves
-probability, so a kind is convicted by `moved`: above what right engines showed on real models
-(docs/models.md), doubled, it is too much. `flips` and the perplexity are for the reader.
+A flip alone is no error: if two tokens are almost equally likely, rounding decides. An error moves
+probability, so a kind fails by `moved`: if it is more than twice what correct engines showed on
+real models (docs/models.md). `flips` and the perplexity are for the reader.
 
-Only the tokens of one text are judged; a benchmark of answers this is not. A prompt's products have
-many rows, so what is judged is the arithmetic of prompts, not that of single decoded rows.
+Known limits: only the tokens of one text are compared, so this is no benchmark of answers. A
+prompt's products have many rows, so this tests the arithmetic of prompts, not that of decoding.
 """
 
 from collections.abc import Iterator
