@@ -277,14 +277,25 @@ def test_llama3s_factors_become_its_recipe(tmp_path, factor, low, high, trained,
     ("gemma2", 42, 3584, 16, 256, 256), ("gemma2", 46, 4608, 32, 128, 144),
     ("gemma3", 48, 3840, 16, 256, 256), ("gemma3", 62, 5376, 32, 128, 168)])
 def test_attention_scales_of_published_gemmas(kind, layers, hidden, heads, head_dim, scalar):
-    """27B's are others, and no entry says so."""
-    said = SAID | HEADS | WINDOW | {
+    """27B's are others, and no entry says so. Without one of a window Gemma 2 has its usual, and
+    Gemma 3 none: all layers see the whole context."""
+    said = SAID | HEADS | {
         "block_count": layers, "embedding_length": hidden, "attention.head_count": heads,
         "attention.key_length": head_dim, "attention.value_length": head_dim}
-    usual = transformers.AutoConfig.for_model(kind + "_text" * (kind == "gemma3"))
-    fields = read_network({f"{kind}.{name}": value for name, value in said.items()} | {
-        "general.architecture": kind, "tokenizer.ggml.tokens": TOKENS}, {}, usual, {})
+    fields = fields_of(kind, kind + "_text" * (kind == "gemma3"), said)
     assert fields["query_pre_attn_scalar"] == scalar
+    assert fields["sliding_window"] == (4096 if kind == "gemma2" else 256)
+    assert ("layer_types" in fields) == (kind == "gemma3")
+
+
+def fields_of(arch: str, kind: str, said: dict) -> dict:
+    usual = transformers.AutoConfig.for_model(kind)
+    return read_network({f"{arch}.{name}": value for name, value in said.items()} | {
+        "general.architecture": arch, "tokenizer.ggml.tokens": TOKENS}, {}, usual, {})
+
+
+def test_granites_scale_is_the_usual_one_unless_said():
+    assert fields_of("granite", "granite", SAID)["attention_multiplier"] == 8 ** -0.5
 
 
 def test_experts_in_four_bits_are_those_that_the_engine_would_round(tmp_path):
