@@ -351,12 +351,12 @@ def _find_tile(cu_seqlens_q_ptr, tile, num_decodes, num_rows, BLOCK_Q: tl.conste
     A row's tiles are numbered from (queries before it) // BLOCK_Q + (rows before it) on, decodes
     not counted, which leaves enough numbers for the tiles of each. With BLOCK_Q 4, rows of 3 and 6
     queries begin at 0 and 3 // 4 + 1 = 1, the next one at 9 // 4 + 2 = 4: tile 3 has no queries.
-    Numbers grow, so as many rows begin up to this tile as there are rows up to its own. Up to 128
-    rows are one load; a binary search would be several, each waiting for the one before.
+    Numbers grow, so as many rows begin up to this tile as there are rows up to its own. Loads of
+    32 rows wait for nothing; those of a binary search each wait for the one before.
     """
     found, begin = 0, 0
-    for start in range(num_decodes, num_rows, 128):
-        row = start + tl.arange(0, 128)
+    for start in range(num_decodes, num_rows, 32):
+        row = start + tl.arange(0, 32)
         queries = tl.load(cu_seqlens_q_ptr + row, row < num_rows, 0) - num_decodes  # before it
         first = queries // BLOCK_Q + row - num_decodes
         here = (row < num_rows) & (first <= tile)

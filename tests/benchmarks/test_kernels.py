@@ -77,11 +77,11 @@ def test_every_launch_is_there(report):
     """Each kernel, and attention in each of its phases."""
     tiled = {"_attention_kernel", "_combine_kernel", "_experts_kernel", "_weighted_sum_kernel",
              "_sample_kernel", "_find_thresholds_kernel", "_linear_kernel", "_restore_kernel",
-             "_product_kernel", "_words_kernel"}
+             "_words_kernel"}
     written = {name for module in (
         kernels, kernels_fused, kernels_sampling, recurrent_triton) for name in vars(module)
                if name.endswith("_kernel")}
-    for arch, launched in (("sm_80", tiled), ("sm_90", tiled | written)):
+    for arch, launched in (("sm_80", tiled), ("sm_90", tiled | written | {"_product_kernel"})):
         assert {row["kernel"] for row in report if row["arch"] == arch} == launched
         phases = {row["case"].split()[1] for row in attention(report) if row["arch"] == arch}
         assert phases == {"decode", "split", "few", "prefill"}
