@@ -77,7 +77,7 @@ def checked(name: str, rule: Rule, value: Any) -> Any:
     """The value to keep. Raises `ValueError`, which names the field and the wrong value or part."""
     try:
         return rule.keep(value)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OverflowError) as error:
         given, wrong = f"{value!r:.100}", f"{error!s:.100}"  # `wrong` may be a part of `given`
         got = wrong if wrong == given else f"{wrong} in {given}"
         raise ValueError(f"{name} must be {rule.must}, got {got}") from None
@@ -120,9 +120,11 @@ def number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fals
 
 
 def list_of(keep_one: Callable[[Any], Any], what: str, least: int = 0) -> Rule:
-    """Any collection but a str or a dict, kept as a new list. keep_one: keeps a member."""
+    """Any collection but a str or a dict, kept as a new list; no array or tensor of one number
+    without a dimension. keep_one: keeps a member."""
     def keep(values):
-        only_if(isinstance(values, Iterable) and not isinstance(values, (str, dict)), values)
+        is_one = isinstance(values, (str, dict)) or getattr(values, "shape", None) == ()
+        only_if(isinstance(values, Iterable) and not is_one, values)
         kept = [keep_one(value) for value in values]
         return only_if(len(kept) >= least, kept)
 

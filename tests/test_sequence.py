@@ -60,7 +60,9 @@ OUT_OF_RANGE = [
     (dict(seed=1.5), "seed"), (dict(seed="7"), "seed"),
     (dict(stop=5), "stop"), (dict(stop=""), "stop"), (dict(stop=["fine", ""]), "stop"),
     (dict(stop=["fine", 3]), "stop"), (dict(stop="###", detokenize=False), "stop"),
-    (dict(stop_token_ids=5), "stop_token_ids"), (dict(stop_token_ids=[-1]), "stop_token_ids"),
+    (dict(stop_token_ids=5), "stop_token_ids"),
+    (dict(stop_token_ids=np.array(5)), "stop_token_ids"),  # has `__iter__`, and no members
+    (dict(stop_token_ids=[-1]), "stop_token_ids"),
     (dict(stop_token_ids=["</s>"]), "stop_token_ids"),
     (dict(bad_words=[""]), "bad_words"), (dict(bad_words=["fine", " "]), "bad_words"),
     (dict(bad_words="word"), "bad_words"), (dict(bad_words=[7]), "bad_words"),
