@@ -150,6 +150,9 @@ class InputProcessor:
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
         """The prompt dict that the chat template makes of a conversation: text and token ids."""
         tokenizer = self.tokenizer_for("chat()")
+        if not isinstance(conversation, (list, tuple)):
+            raise ValueError("a conversation must be a list of dicts with texts as 'role' and "
+                             f"'content', got {conversation!r:.80}")
         for message in conversation:
             is_dict = isinstance(message, dict)
             if not is_dict or not (isinstance(message.get("role"), str)

@@ -57,6 +57,12 @@ def test_a_message_that_no_template_should_see_is_refused(message, says):
         processor().render_chat([message])
 
 
+def test_what_is_no_conversation_is_refused():
+    for wrong in (None, 5, "Hi", dict(role="user", content="Hi")):
+        with pytest.raises(ValueError, match="conversation must be a list of dicts.*got"):
+            processor().render_chat(wrong)
+
+
 @pytest.mark.parametrize("asked", [dict(structured_outputs=dict(regex="a")),
                                    dict(thinking_token_budget=5)], ids=str)
 def test_what_only_an_extra_can_do_is_refused(asked):
