@@ -242,35 +242,43 @@ class FusedLayer:
     """The steps of a `model.DecoderLayer` in one call, for steps of few tokens: Python's share of
     such a step is larger than that of the arithmetic between its products. Sizes are checked, and
     addresses written down, when the first step comes, and again when a weight was packed anew. A
-    mixture's experts are a second call.
+    mixture's experts are a second call. Where somebody has put another module into the layer, or
+    watches one, the layer runs step by step.
 
-    dtype: of the residual stream.
+    dtype: of the residual stream. layer: newly made.
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, layer: nn.Module):
         self.dtype = dtype
         self.known: list[tuple] = []  # each `Linear` with its weight and adapters then
+        self.norms: list[tuple] = []  # the parameters of each norm, and its weight then
         self.places = Places()
-        self.inside: list[nn.Module] = []  # the layer's modules, on none of which may be a hook
+        self.is_mixture = not hasattr(layer.mlp, "gate_up_proj")
+        experts = set(layer.mlp.modules()) if self.is_mixture else ()  # are called as a module
+        self.own = dict(layer._modules)
+        # The modules inside, each with those in it. `layer` is not among them: it has this object.
+        self.inside = [(one, dict(one._modules)) for one in layer.modules()
+                       if one is not layer and one not in experts]
         self.record: ctypes.Structure | None = None  # None: the layer runs step by step
 
     def suits(self, layer: nn.Module, hidden: torch.Tensor, wanted: torch.Tensor | None) -> bool:
         """Whether this step of the layer can be one call."""
         is_large = len(hidden) > MOST_TOKENS or (wanted is not None and len(wanted) > len(hidden))
-        if is_large or hidden.dtype != self.dtype:
+        if is_large or hidden.dtype != self.dtype or layer._modules != self.own:
             return False
+        for module, own in self.inside:
+            if module._modules != own or is_watched(module):
+                return False
         if not self.is_as_it_was():
             self.write_down(layer)
-        if self.record is None:
-            return False
-        for module in self.inside:
-            if module._forward_hooks or module._forward_pre_hooks:
-                return False
-        return True
+        return self.record is not None
 
     def is_as_it_was(self) -> bool:
         for linear, packed, adapted in self.known:
             if linear.packed is not packed or linear.adapted is not adapted:
+                return False
+        for parameters, weight in self.norms:
+            if parameters["weight"] is not weight:
                 return False
         return bool(self.known) and self.places.found() == self.places.addresses
 
@@ -278,7 +286,6 @@ class FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self.record, self.places = None, Places()
         linears = dict(qkv=attention.qkv_proj, o=attention.o_proj)
-        self.is_mixture = not hasattr(mlp, "gate_up_proj")
         if not self.is_mixture:
             linears |= dict(gate_up=mlp.gate_up_proj, down=mlp.down_proj)
         self.known = [(one, one.packed, one.adapted) for one in linears.values()]
@@ -295,10 +302,6 @@ class FusedLayer:
         made.kv_heads = (made.qkv.outputs // attention.head_dim - made.heads) // 2
         if not fit_together(made, self.is_mixture):
             return
-        self.inside = [part for part in layer.modules() if part is not layer]
-        if self.is_mixture:  # its experts are called as a module
-            own = set(mlp.modules())
-            self.inside = [part for part in self.inside if part not in own]
         made.window, made.softcap = attention.window or 0, attention.softcap or 0
         made.eps, made.scale = attention.eps, attention.scale
         norms = self.write_norms(layer, made)
@@ -309,7 +312,7 @@ class FusedLayer:
         self.record = made
 
     def write_norms(self, layer: nn.Module, made: ctypes.Structure) -> list[torch.Tensor]:
-        (size, head_dim), weights = (made.size, made.head_dim), []
+        (size, head_dim), self.norms = (made.size, made.head_dim), []
         for name, norm, length in (
                 ("input_norm", layer.input_layernorm, size),
                 ("q_norm", layer.self_attn.q_norm, head_dim),
@@ -319,8 +322,8 @@ class FusedLayer:
                 ("answer_norm", layer.post_feedforward_layernorm, size)):
             if norm is not None:
                 setattr(made, name, address(norm.weight, torch.float32, length))
-                weights.append(norm.weight)
-        return weights
+                self.norms.append((norm._parameters, norm.weight))
+        return [weight for _, weight in self.norms]
 
     def __call__(self, layer: nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None,
                  cos_sin: tuple, kv: tuple, batch: Batch, wanted: torch.Tensor | None,
@@ -353,15 +356,20 @@ class FusedLayer:
         made.k, made.v = address(k, kind, *shape), address(v, kind, *shape)
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody wants to be called along with a module, or in its place."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def run_layers(calls: list[tuple], hidden: torch.Tensor,
                batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The layers of a decoder in one call. calls: each layer with cos and sin, keys and values, and
     the tokens that are wanted behind it. None where a layer has to run by itself."""
     records, tokens = [], []
     for layer, cos_sin, kv, wanted in calls:
-        one = layer.one_call
-        is_watched = layer._forward_hooks or layer._forward_pre_hooks
-        if is_watched or not one.suits(layer, hidden, wanted) or one.is_mixture:
+        one = getattr(layer, "one_call", None)  # None: not a `DecoderLayer`, but what replaced one
+        if one is None or is_watched(layer) or not one.suits(layer, hidden, wanted) or (
+                one.is_mixture):
             return None
         records.append(one.place(kv))
         tokens.append(one.tokens(batch, cos_sin))

@@ -149,7 +149,8 @@ class DecoderLayer(nn.Module):
         self.post_feedforward_layernorm = norm() if config.post_norms else None
         # Or one layer, where something in between has to run in Python.
         fused = getattr(on.ops, "FusedLayer", None)
-        self.one_call = None if fused is None else fused(on.dtype)
+        is_plain = type(self).forward is DecoderLayer.forward
+        self.one_call = fused(on.dtype, self) if fused is not None and is_plain else None
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos_sin: Pair, kv: Pair,
                 batch: Batch, wanted: torch.Tensor | None = None) -> Pair:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from clean_process import needs_extras
 from safetensors.torch import load_file
+from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from nanoserve import LLM, SamplingParams, cpu
 from nanoserve.batch import Batch
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights
-from nanoserve.model import Decoder
+from nanoserve.model import MLP, Decoder, DecoderLayer
 from nanoserve.model_config import ModelConfig
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
@@ -105,6 +106,54 @@ def test_a_layer_goes_step_by_step_where_somebody_watches_its_parts(checkpoints)
     layer.self_attn.o_proj.packed = old._replace(memory=-old.memory)
     other = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=4))[0].outputs[0]
     assert other.token_ids != text.token_ids or other.logprobs != text.logprobs
+
+
+class Doubled(DecoderLayer):
+    def forward(self, *args):
+        hidden, residual = super().forward(*args)
+        return 2 * hidden, residual
+
+
+def test_a_layer_goes_step_by_step_where_somebody_has_replaced_a_part(checkpoints, monkeypatch):
+    """Oracle: steps that are too large for one call, in which model.py calls each module."""
+    llm = LLM(checkpoints["qwen3-tied"])
+    layers, greedy = llm.runner.model.layers, SamplingParams(temperature=0, max_tokens=4,
+                                                             logprobs=1)
+
+    def same_by_steps() -> list:
+        outs = []
+        for most in (64, 0):
+            monkeypatch.setattr(cpu, "MOST_TOKENS", most)
+            llm.reset_prefix_cache()
+            outs.append(llm.generate([PROMPT], greedy)[0].outputs[0].logprobs)
+        assert outs[0] == outs[1]
+        return outs[0]
+
+    def other(function):
+        module = nn.Module()
+        module.forward = module.add = function
+        return module
+
+    before, layer = same_by_steps(), layers[1]
+    mlp, norm, weight = layer.mlp, layer.input_layernorm, layer.input_layernorm.weight
+    changes = (
+        (layer, "mlp", other(lambda x: -mlp(x))),
+        (mlp, "forward", lambda x: -MLP.forward(mlp, x)),
+        (layer, "input_layernorm", other(lambda *args: norm.add(*args)[::-1])),
+        (norm, "weight", nn.Parameter(-weight, requires_grad=False)),
+        (layer, "forward", lambda hidden, residual, *_: (hidden, residual)),
+        (layers, "1", other(lambda hidden, residual, *_: (hidden, residual))))
+    for module, name, new in changes:
+        old = getattr(module, name)
+        setattr(module, name, new)
+        assert same_by_steps() != before, name
+        if name == "forward":
+            delattr(module, name)
+        else:
+            setattr(module, name, old)
+    assert same_by_steps() == before
+    made = Doubled(llm.runner.model_config, 0, llm.runner.placement)
+    assert made.one_call is None  # `forward` would not be called
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
