@@ -236,8 +236,6 @@ def test_drafts_among_recorded_steps(checkpoints, recorded):
         outputs = engine.generate(prompts, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 
-    from nanoserve_extras.drafts.speculative import Speculation
-
     options = dict(depth=0, max_num_seqs=2)
     expected = texts(start(checkpoints["tiny"], **options, enforce_eager=True))
     engine = start(checkpoints["tiny"], **options, speculative_config=dict(
@@ -248,6 +246,6 @@ def test_drafts_among_recorded_steps(checkpoints, recorded):
         *propose(seq, most)[:1], 0][:most]]
     recorded.clear()
     assert texts(engine) == expected
-    assert engine.extra(Speculation).num_draft_tokens > 4
+    assert engine.metrics.num_draft_tokens > 4
     assert {size.drafts for size in recorded} == {False, True}
     assert {size.network for size in recorded} == {0, 1}

@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import nanoserve_extras.quantization.formats  # noqa: F401 - its tables stay
 from nanoserve import LLM, SamplingParams
 from nanoserve_extras import new_weights
-from nanoserve_extras.drafts.speculative import Speculation
 from nanoserve_extras.foreign import foreign_layers  # noqa: F401
 from nanoserve_extras.layer_plan import layer_disk
 
@@ -213,7 +212,7 @@ def test_a_draft_network_sleeps_and_wakes_up_beside_new_weights(checkpoints, tra
         llm.update_weights(as_iterator(there))
         llm.wake_up()
         assert texts(llm) == fresh(there)
-        counted = llm.extra(Speculation)
+        counted = llm.metrics
         assert sum(counted.num_accepted) > counted.num_draft_tokens / 2 > 0
 
 

@@ -85,7 +85,7 @@ def test_random_workloads_with_a_store(depth, num_host_blocks):
     and right, with windows, aborts, failing steps and resets."""
     seen = Counter()
 
-    @settings(derandomize=True, deadline=None, max_examples=70)
+    @settings(derandomize=True, deadline=None, max_examples=130)
     @given(workloads(depth, [0, 0, 2]))
     def run_one(workload):
         drive = StoredDrive(workload, seen, num_host_blocks)
