@@ -111,7 +111,7 @@ class SnapKV(Forgetting):
         hidden, cos_sin, (k_cache, _), batch, *_ = args
         for row, seq, first in self.rows:
             queries = slice(int(batch.cu_seqlens_q[row]) + first, int(batch.cu_seqlens_q[row + 1]))
-            q = turned_queries(attention, hidden[queries], [x[queries] for x in cos_sin], args[2])
+            q = turned_queries(attention, hidden, cos_sin, args[2])[queries]
             weights = weights_of(q, k_cache, batch, row, attention.scale, attention.softcap)
             self.votes[seq][:weights.shape[-1]] += weights.double().sum((0, 1, 2))
 
@@ -127,10 +127,10 @@ class SnapKV(Forgetting):
             self.votes.pop(seq, None)
 
 
-def turned_queries(attention: Attention, hidden: torch.Tensor, cos_sin: list[torch.Tensor],
+def turned_queries(attention: Attention, hidden: torch.Tensor, cos_sin: tuple,
                    kv: tuple) -> torch.Tensor:
-    """The queries of some tokens, as attention makes them, without writing KV.
-    (num_tokens, num_heads, head_dim)"""
+    """The queries of a step's tokens, as attention makes them, without writing KV. All tokens take
+    part, as LoRA adds to each its own adapter. (num_tokens, num_heads, head_dim)"""
     qkv = attention.qkv_proj(hidden).view(len(hidden), -1, attention.head_dim)
     q_weight = None if attention.q_norm is None else attention.q_norm.weight
     k_weight = None if attention.k_norm is None else attention.k_norm.weight

@@ -21,6 +21,7 @@ from weight_kinds import needs_interpreter
 
 from nanoserve import LLM, LoRARequest
 from nanoserve.layers import Linear
+from nanoserve_extras.forgetting.snapkv import SnapKV
 from nanoserve_extras.lora import lora
 
 
@@ -62,6 +63,22 @@ def test_the_same_prompt_under_two_adapters_and_none_shares_no_block(voices):
         again = llm.generate([prompt] * 3, GREEDY, use_tqdm=False, lora_request=asked)
         assert [output.num_cached_tokens for output in again] == [16, 16, 16]
         assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in first]
+
+
+def test_a_cache_that_forgets_counts_votes_with_each_adapter(voices):
+    """The oracle has the adapter merged into its weights, and one text at a time."""
+    options = dict(kernels="torch", block_size=4, num_gpu_blocks_override=64, max_model_len=64)
+    prompts = [{"prompt_token_ids": (prompt * 3)[:33]} for prompt in PROMPTS[:3]]
+    texts = []
+    for seed, prompt in zip((1, 2, None), prompts, strict=True):
+        folder = voices.base if seed is None else voices.root / f"merged-{seed}"
+        with LLM(folder, **options, extras=[SnapKV(keep=8, observed=6)]) as llm:
+            texts += [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids]
+    asked = [voices.request(1), voices.request(2), None]
+    with LLM(voices.base, **options, enable_lora=True, max_loras=2, max_num_batched_tokens=20,
+             extras=[SnapKV(keep=8, observed=6)]) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=asked)
+    assert [output.outputs[0].token_ids for output in outputs] == texts
 
 
 def test_an_adapter_that_was_written_anew_finds_no_old_block(voices, tmp_path):
