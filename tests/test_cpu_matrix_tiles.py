@@ -40,6 +40,7 @@ BFLOAT16 = ("(cpu or CpuWeight) and bfloat16 and not (argmax or norms or many or
             "or same_bits")
 SMALL = [*map(str, filter(Path.exists, [QUANTISED]))]  # none where the extras are deleted
 full_elsewhere = (lambda test: test) if HAS_AMX else pytest.mark.full
+full_with_amx = pytest.mark.full if HAS_AMX else (lambda test: test)
 TRAPS = ["-p", "tile_traps", "-p", "no:faulthandler"]  # which would end at a trap
 
 
@@ -84,6 +85,7 @@ def test_a_row_has_the_same_bits_alone_and_wherever_it_was_cut(stored):
 # ------------------------------------------------------------------- the oracles
 
 
+@full_with_amx
 def test_plain_loops_in_place_of_the_instructions_compute_the_same(tmp_path):
     run_oracles(tmp_path, f"{TILES} -DPLAIN_TILES", __file__, "-k", BFLOAT16)
 

@@ -273,6 +273,7 @@ def test_draws_have_the_softmaxs_distribution(stream):
     assert chi_square < 31.26  # 11 degrees of freedom
 
 
+@pytest.mark.full
 def test_draws_from_a_large_vocabulary_are_even():
     """Winners have a tiny u; were it coarse, the lowest ids would win ties. 16 bins of equal ids.
     """

@@ -23,6 +23,7 @@ def test_the_loss_is_that_of_transformers(checkpoints):
     assert got == pytest.approx(nats / 49, rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_tables_have_a_line_for_each_case(checkpoints, toy, monkeypatch):
     monkeypatch.setattr(quantization, "PROMPT", 40)
     lines = perplexity_table(TOKENS, checkpoints["qwen3"], 20)

@@ -46,7 +46,8 @@ def test_nor_does_one_with_adapters(monkeypatch):
     assert not faults
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "lfm2"])
+@pytest.mark.parametrize("name", [
+    "qwen3.5", pytest.param("nemotron-h", marks=pytest.mark.full), "lfm2"])
 def test_nor_does_one_with_states(tmp_path, monkeypatch, name):
     how = dict(kernels="triton") if name == "nemotron-h" else {}  # its experts wait elsewhere
     with LLM(make(HYBRIDS[name](), tmp_path / name), **SMALL | how) as llm:

@@ -102,6 +102,7 @@ def test_a_heartbeat_under_way_is_over_when_the_engine_has_ended(monkeypatch):
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.full
 def test_a_suspended_terminal(qwen3, tmp_path, text_of_prompt):
     """Ctrl-Z for longer than it takes to declare somebody dead kills nobody: heartbeats are not
     compared with a clock. Nor does a rank end while rank 0 alone is stopped: it lives."""

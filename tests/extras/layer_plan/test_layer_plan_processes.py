@@ -53,6 +53,7 @@ WatchedRanks.send = lose_one
 """
 
 
+@pytest.mark.full
 def test_a_message_that_is_lost_ends_and_is_not_replaced_by_the_next(start, monkeypatch):
     """The others had gone on beating, so it was awaited for ever; or the next step's was taken for
     it, and texts were wrong. Computing, here for longer than that, has no limit."""

@@ -83,7 +83,7 @@ def test_no_body_is_a_500(server):
     bodies = st.sampled_from(POOLING if server.llm.runner.pooler else GENERATING).flatmap(
         lambda one: st.tuples(st.just(one[0]), changed(one[1], fields(one[0]))))
 
-    @settings(max_examples=250, deadline=None, database=None, derandomize=True,
+    @settings(max_examples=120, deadline=None, database=None, derandomize=True,
               suppress_health_check=list(HealthCheck))
     @given(bodies)
     def no_500(one):
