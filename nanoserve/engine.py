@@ -64,6 +64,39 @@ class LLMEngine:
             extra.attach(self)
         self.hooks.keep(self.extras)
 
+    # ---------------------------------------------------------- extras, between two steps
+
+    def check_added(self, extra: hooks.Extra) -> None:
+        """Raises `ValueError` for an extra that changes how an engine is made: this engine's
+        weights, cache and buffers exist already."""
+        hooks.checked([*self.extras, extra], self.config.scheduling_policy)
+        if extra.most_drafts and self.scheduler.most_drafts is None:
+            raise ValueError(f"{extra.name} drafts: it needs an engine with no overlap, and with "
+                             "buffers for drafts: make the engine with extras=[...]")
+        if type(extra).prepare is not hooks.Extra.prepare:
+            raise ValueError(f"{extra.name} can't be added to an engine that runs, because it "
+                             "changes how one is made: make the engine with extras=[...]")
+
+    def add(self, extra: hooks.Extra) -> None:
+        """Add one more extra, between two steps. Its hooks are called after those of all others.
+        If `check_added` raises `ValueError`, nothing is added."""
+        with self.turns:
+            self.check_added(extra)
+            extra.engine = weakref.proxy(self)
+            extra.attach(self)  # an error in it leaves the engine as it was
+            self.extras.append(extra)
+            self.hooks.keep(self.extras)
+
+    def remove(self, extra: hooks.Extra) -> None:
+        """Remove an extra, between two steps. Its `close` is not called. Raises `ValueError` for
+        one that the engine doesn't have."""
+        with self.turns:
+            if extra not in self.extras:
+                raise ValueError(f"{extra!r} can't be removed: it is not among llm.extras")
+            self.extras.remove(extra)
+            self.hooks.keep(self.extras)
+            self.scheduler.sort()  # the removed extra may have defined the order
+
     # ---------------------------------------------------------- requests in
 
     def make_request(self, request_id: str, prompt: Prompt,

@@ -3,7 +3,7 @@
     nanoserve.llm.LLM          here
     read_options               the options of all extras, and vLLM's words
     read_checkpoint            GGUF files, transformers' networks; options become extras
-    settle, add, remove        facts: what goes with what (facts.py)
+    settle, check_added        facts: what goes with what (facts.py)
     make_request, submit       refuse fields that no extra honours, and requests during a sleep
     greeting                   the line at start-up; `describe()` tells all (start_up.py)
     make_ranks                 heartbeats, and messages between ranks (ranks.py, watch.py)
@@ -15,14 +15,12 @@
 """
 
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from nanoserve import hooks
 from nanoserve import llm as plain
 from nanoserve.detokenizer import Tokenizer
 from nanoserve.hooks import Extra
@@ -139,36 +137,9 @@ class LLM(plain.LLM):
     # ---------------------------------------------------- extras, between two steps
 
     def check_added(self, extra: Extra) -> None:
-        """Raises `ValueError` for an extra that changes how an engine is made: this engine's
-        weights, cache and buffers exist already."""
-        hooks.checked([*self.extras, extra], self.config.scheduling_policy)
-        if extra.most_drafts and self.scheduler.most_drafts is None:
-            raise ValueError(f"{extra.name} drafts: it needs an engine with no overlap, and with "
-                             "buffers for drafts: make the engine with extras=[...]")
-        if type(extra).prepare is not Extra.prepare:
-            raise ValueError(f"{extra.name} can't be added to an engine that runs, because it "
-                             "changes how one is made: make the engine with extras=[...]")
+        """As the plain engine's; raises `ValueError` also where the facts forbid it (facts.py)."""
+        super().check_added(extra)
         check_added(extra, [*self.parts, *self.extras])
-
-    def add(self, extra: Extra) -> None:
-        """Add one more extra, between two steps. Its hooks are called after those of all others.
-        If `check_added` raises `ValueError`, nothing is added."""
-        with self.turns:
-            self.check_added(extra)
-            extra.engine = weakref.proxy(self)
-            extra.attach(self)  # an error in it leaves the engine as it was
-            self.extras.append(extra)
-            self.hooks.keep(self.extras)
-
-    def remove(self, extra: Extra) -> None:
-        """Remove an extra, between two steps. Its `close` is not called. Raises `ValueError` for
-        one that the engine doesn't have."""
-        with self.turns:
-            if extra not in self.extras:
-                raise ValueError(f"{extra!r} can't be removed: it is not among llm.extras")
-            self.extras.remove(extra)
-            self.hooks.keep(self.extras)
-            self.scheduler.sort()  # the removed extra may have defined the order
 
     # ---------------------------------------------------- numbers and vLLM's words
 
